@@ -117,7 +117,7 @@ return JSON.stringify(wrong.slice(0, 12)); })()"""
 
 
 def test_tables_fit_a_telephone(browser: Browser, made: Path) -> None:
-    """Nothing of them is cut, and each value stands beside the name of its column."""
+    """Nothing of them is cut, and each value stands next to the name of its column."""
     for path in pages(made):
         browser.show(path, 390)
         browser.ask("document.querySelectorAll('details').forEach(one => one.open = true)")

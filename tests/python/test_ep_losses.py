@@ -65,7 +65,7 @@ def test_by_request_the_others_go_on_and_say_who_is_missing(three: Ranks) -> Non
 @pytest.mark.parametrize("share", [True, False], ids=["mapped", "network"])
 @pytest.mark.parametrize("on_loss", ["raise", "mask"])
 def test_one_death_is_one_sentence_at_each_rank(share: bool, on_loss: str) -> None:
-    """Who, when, why, and what goes on; nested reasons of other ranks and lost connections are details."""
+    """Rank, operation, reason, and what continues; other ranks' reasons and lost connections are details."""
     setup = replace(SETUP, ranks=8, share_node=share, on_loss=on_loss)
     with Ranks(8) as ranks:
         case = Case(setup)

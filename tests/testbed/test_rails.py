@@ -294,8 +294,8 @@ def test_rails_go_on_at_new_addresses(make_bed: MAKE, sides: tuple[Side, ...]) -
         wait_for_traffic(bed, "eth1", 32 * MIB, driving)
         for side in sides:
             for number in (1, 2):
-                nic = f"eth{number}"
-                for command in (f"addr flush dev {nic}", f"addr add 10.88.{number}.{1 + (side == 'right')}/24 dev {nic}"):
+                nic, address = f"eth{number}", f"10.88.{number}.{1 + (side == 'right')}/24"
+                for command in (f"addr flush dev {nic}", f"addr add {address} dev {nic}"):
                     subprocess.run(["ip", "-n", bed.namespace[side], *command.split()], check=True, timeout=60)
         if len(sides) == 1:  # the other end keeps its addresses, and reaches the new ones
             other = "right" if sides[0] == "left" else "left"

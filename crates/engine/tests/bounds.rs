@@ -1,4 +1,4 @@
-//! What peers can make a worker hold, of docs/design/trust.md: however often they leave and connect again, and however many
+//! Bounds of what peers can make a worker hold, of docs/design/trust.md: however often they leave and connect again, and however many
 //! they are. Descriptors are tried elsewhere (crates/shm/tests/many_lanes.rs, tests/python/test_worker_bounds.py), lists and
 //! notices in the tests of the tables that count them.
 
@@ -19,11 +19,11 @@ const IMMEDIATES: u32 = 65_536;
 /// One row of the table.
 struct Row {
     what: &'static str,
-    /// What one connection does.
+    /// The actions of one connection.
     attack: fn(&Worker, &Endpoint, &RegionKey, u32),
     /// Growth of the process at most, in MiB.
     most: u64,
-    /// How often a peer connects, one time after the other.
+    /// Number of connections, one after the other.
     times: usize,
 }
 
@@ -42,7 +42,7 @@ fn leave_messages(_: &Worker, to: &Endpoint, key: &RegionKey, number: u32) {
     to.write(vec![0; 8], key, 0, None).unwrap().wait(LIMIT).unwrap();
 }
 
-/// Long messages that nobody receives, as many as may be in flight.
+/// Long messages without a receive, as many as may be in flight.
 fn leave_operations(_: &Worker, to: &Endpoint, key: &RegionKey, number: u32) {
     for _ in 0..1000 {
         // SAFETY: it is only read, and stays.

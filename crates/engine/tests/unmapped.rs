@@ -1,5 +1,5 @@
 //! Memory that its owner unmaps while it is registered or in use: where the kernel copies all of it, the operation fails by
-//! name and everything else goes on. That is single copies on one machine, and what TCP sends; of what TCP receives, this
+//! name and everything else continues. That is single copies on one machine, and what TCP sends; of what TCP receives, this
 //! process copies the beginning of each chunk.
 #![allow(unsafe_code)] // memory is mapped and unmapped here
 

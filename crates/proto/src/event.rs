@@ -35,7 +35,7 @@ pub enum RegionFault {
     Bounds,
     /// The region does not permit that access.
     Access,
-    /// What it would bring exceeds what the owner holds for a peer, or for all.
+    /// The bytes exceed the maximum that the owner holds for a peer, or for all.
     Full,
 }
 
@@ -250,7 +250,7 @@ pub enum Failure {
     /// The peer is gone; the text says how that showed.
     PeerDead(String),
     /// The memory of the operation (a device's, or unmapped) could not be read or written, at this end or the other; the
-    /// text says how, and of the other end no more than its first 64 bytes.
+    /// text states how, and of the other end no more than its first 64 bytes.
     Device(String),
     /// This end or the other had closed the connection.
     Closed,

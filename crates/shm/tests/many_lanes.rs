@@ -18,7 +18,7 @@ fn flooded(fd: &impl AsFd) -> ((ShmLane, ShmLane), usize) {
     while a.send_note(b"full", &[fd.as_fd(); 16]) == Ok(true) {}
     // Reads all of them and returns the first.
     assert_eq!(b.recv_note().map(|passed| passed.files.len() + passed.lost), Some(16));
-    b.poll(&mut Keeper::default(), 1 << 20, true).expect("the lane goes on");
+    b.poll(&mut Keeper::default(), 1 << 20, true).expect("the lane continues");
     let held = held_of(fd);
     ((a, b), held)
 }

@@ -76,7 +76,7 @@ impl LinkWatch {
         changes.into()
     }
 
-    /// Whether an address was added or removed in what [`LinkWatch::changes`] has read since the last call.
+    /// True if [`LinkWatch::changes`] has read of an address that was added or removed since the last call.
     pub fn take_addresses_changed(&mut self) -> bool {
         std::mem::take(&mut self.addresses)
     }

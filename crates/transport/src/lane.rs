@@ -166,7 +166,7 @@ pub enum LaneError {
     Protocol(String),
     /// What arrived is not what was sent: a checksum differs. Nothing of it was delivered.
     Corrupt(String),
-    /// The kernel could not access the memory of a payload or of a place: it was unmapped, say.
+    /// The kernel could not access the memory of a payload or of a place, for example unmapped memory.
     Memory(String),
 }
 

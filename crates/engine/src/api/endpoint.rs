@@ -245,7 +245,7 @@ impl Endpoint {
     /// later operations fail with `Closed`, as do ours.
     ///
     /// # Errors
-    /// `Timeout` when something did not finish; the endpoint is closed all the same. If the error says that the peer may
+    /// `Timeout` when something did not finish; the endpoint is closed all the same. If the error reports that the peer may
     /// still access memory, because it copies by itself and has not confirmed its end within 3 s more, the requests end
     /// once it has.
     pub fn close(&self, timeout: Option<Duration>) -> Result<()> {

@@ -32,8 +32,8 @@ pub struct WorkerOptions {
     /// How long that thread polls after anything last moved, before it sleeps. Waking it takes tens of microseconds;
     /// polling takes a processor. Nothing by default.
     pub linger: Duration,
-    /// Whether the log warns of peers that end while operations with them are in flight. Not where the owner of the worker
-    /// reports such ends in its own terms; then it is information.
+    /// The log warns of peers that end while operations with them are in flight. An owner of the worker that reports such
+    /// ends in its own terms turns this off: then they are information.
     pub warns_of_ends: bool,
 }
 
@@ -93,7 +93,7 @@ impl Handle {
         self.progress.finish_close()
     }
 
-    /// Has the log report an end that nobody asks for the outcome of.
+    /// Logs the error of a close whose caller takes no result.
     fn report(&self, ended: Result<()>) {
         if let Err(error) = ended {
             self.progress.log().error(format_args!("{error}"));
@@ -423,11 +423,11 @@ impl Worker {
 
     /// Ends the worker: its connections close, its threads end, its running requests fail with `Closed`. Called by
     /// itself when the last handle is dropped. From inside a callback it does not wait for the thread that runs it, and
-    /// for callbacks on other threads 10 s at most: one that has not returned then goes on behind the worker's end. Any
+    /// for callbacks on other threads 10 s at most: one that has not returned then outlasts the worker. Any
     /// other call than the first has no effect.
     ///
     /// # Errors
-    /// `Timeout`: a peer that was copying from or to memory of an operation, and is stopped, say, has not confirmed
+    /// `Timeout`: a peer that was copying from or to memory of an operation, for example a stopped one, has not confirmed
     /// within 3 s (`CROSSRAIL_TIMEOUT`, if shorter) that it has ended. The worker is closed all the same, and memory that
     /// operations and regions have kept alive is never freed.
     pub fn close(&self) -> Result<()> {

@@ -235,7 +235,7 @@ impl DirectCopies {
         self.copies.is_empty() && self.closing.is_empty()
     }
 
-    /// Whether a copy is made with that peer, by either end.
+    /// True while a copy is made with that peer, by either end.
     pub(super) fn is_with(&self, endpoint: EndpointId) -> bool {
         self.copies.iter().any(|copy| copy.endpoint == endpoint) || self.lingering.is_with(endpoint)
     }
@@ -594,7 +594,7 @@ impl DirectCopies {
         self.closing.retain(|(of, _)| *of != lane);
     }
 
-    /// Closes a lane polled under the lock. Our copies end before the lane tells the peer that they have; memory that
+    /// Closes a lane polled under the lock. Our copies end before the lane notifies the peer of that; memory that
     /// the peer may be copying from or to stays lent until the peer has ended its side ([`Lingering`]).
     pub(super) fn close_lane(&mut self, tables: &mut Tables, gpu: &mut GpuMemory, polled: PolledLane) {
         let PolledLane { id, endpoint, lane, .. } = polled;

@@ -1,6 +1,5 @@
 //! Lanes that end, because they failed, or were declared dead (silent, or link down); and peers without any lane.
 
-use std::collections::VecDeque;
 use std::time::Duration;
 
 use crossrail_proto as proto;
@@ -93,7 +92,7 @@ impl Transfers {
                 (false, left) => format!("{left} lanes go on, it is retried in the background"),
             };
             peer.set_stranded(none_left.then(|| (now, format!("lane {name} is {error}"))));
-            // A lane that the peer closes is nearly always the first that is heard of its goodbye, or of the end of its
+            // A lane that the peer closes is nearly always the first sign of its goodbye, or of the end of its
             // process, which is reported once and by name. If it is neither, dialling it again fails, and that is
             // reported. The peer also closes the connection for messages when it has moved them to another rail.
             let reported = !matches!(error, LaneError::Closed(_));
@@ -263,7 +262,7 @@ impl Transfers {
         for endpoint in dropped {
             let name = self.tables.peers.name(endpoint);
             self.tables.log.warn(format_args!(
-                "{name}: messages that nobody had received were dropped: it has ended, and those of ended peers exceed {} \
+                "{name}: unreceived messages were dropped: it has ended, and those of ended peers exceed {} \
                  MiB",
                 LEFT_MAX >> 20
             ));
@@ -273,12 +272,4 @@ impl Transfers {
             self.apply_events(endpoint);
         }
     }
-}
-
-/// Peers that have ended and of which unexpected messages are left, the oldest first.
-#[derive(Default)]
-pub(super) struct LeftMessages {
-    peers: VecDeque<EndpointId>,
-    /// What the messages cost when the peers ended.
-    bytes: u64,
 }

@@ -58,7 +58,7 @@ impl Lingering {
         (!self.0.is_empty()).then_some(proto::Time(now.0.saturating_add(LOOK_NS)))
     }
 
-    /// Waits for all peers, at the end of the worker. What a peer still may access is never given back.
+    /// Waits for all peers, at the end of the worker. Memory that a peer may still access is never released.
     ///
     /// # Errors
     /// `Timeout`: which peers have not ended their side within `limit`.

@@ -21,6 +21,7 @@ mod failure;
 pub(crate) mod gpu;
 mod id_table;
 mod lanes;
+mod left;
 mod lingering;
 pub(crate) mod lists;
 mod message_rail;
@@ -357,7 +358,7 @@ impl Core {
 }
 
 impl Core {
-    /// Whether that peer, whose lanes are closed, may still be accessing memory of this end.
+    /// True if that peer, whose lanes are closed, may still be accessing memory of this end.
     pub(crate) fn lingers(&self, endpoint: EndpointId) -> bool {
         self.transfers.direct.lingering.is_with(endpoint)
     }

@@ -142,7 +142,7 @@ pub(crate) struct Peer {
     accesses: HashMap<u32, (proto::RegionRef, Arc<Loan>)>,
 }
 
-/// What an unexpected message costs beside its bytes.
+/// Cost of an unexpected message in addition to its bytes.
 const ARRIVAL_EXTRA: u64 = 256;
 
 struct Arrival {
@@ -378,7 +378,7 @@ impl Peer {
         (dst, loan)
     }
 
-    /// What its unexpected messages cost.
+    /// Cost of its unexpected messages.
     pub(super) fn arrival_bytes(&self) -> u64 {
         self.arrivals.values().map(|arrival| arrival.bytes.len() as u64 + ARRIVAL_EXTRA).sum()
     }

@@ -172,7 +172,7 @@ impl Tables {
         }
     }
 
-    /// Memory in use with that peer of which a part is not mapped any more: of operations of ours, and of the peer's
+    /// Memory in use with that peer of which a part is not mapped any more: that of our operations, and of the peer's
     /// accesses.
     pub(super) fn unmapped(&self, endpoint: EndpointId) -> Vec<Memory> {
         let is_gone = |at: *mut u8, len: u64| check_mapped("access", at as usize, len as usize).is_err();

@@ -71,7 +71,7 @@ struct ControlConnection {
     peer: Hello,
     /// What has been read of the connecting end's announcement.
     received: Vec<u8>,
-    /// What has been read behind it.
+    /// Bytes read after it.
     updates: Vec<u8>,
     /// Changes of rails sent and received.
     changes: [u32; 2],
@@ -166,7 +166,7 @@ impl ControlConnections {
             .collect()
     }
 
-    /// Whether the peer has announced other rails since the last call.
+    /// True if the peer has announced other rails since the last call.
     fn take_changed(&self, endpoint: EndpointId) -> bool {
         self.with(endpoint, |connection| Some(std::mem::take(&mut connection.changed))).unwrap_or(false)
     }
@@ -393,7 +393,7 @@ impl ControlConnection {
         self.initiator || self.announced
     }
 
-    /// Acts on what has come whole behind the announcement; why the connection is over, if it is.
+    /// Acts on whole messages that follow the announcement; why the connection is over, if it is.
     fn take_updates(&mut self) -> Option<&'static str> {
         const BROKEN: &str = "it broke the protocol on the control connection";
         while let Some(kind) = self.updates.first() {
@@ -422,8 +422,8 @@ impl ControlConnection {
     fn send_devices(&mut self, devices: &[u8]) {
         self.changes[0] = self.changes[0].wrapping_add(1);
         let bytes = devices_bytes(&self.ticket, self.initiator, self.changes[0], devices);
-        // The socket is empty but for earlier changes. A peer that reads none of them for so long that they fill it is
-        // stopped, and what was sent in part makes the connection useless.
+        // The socket is empty but for earlier changes. A peer that reads none of them until they fill it is stopped,
+        // and a message that was sent in part makes the connection useless.
         if self.stream.write(&bytes).ok() != Some(bytes.len()) {
             self.lost = true;
             let _ = self.stream.shutdown(std::net::Shutdown::Both);
@@ -722,7 +722,7 @@ mod tests {
         assert_eq!(read(&[&change(1, 1)]), (vec![device(1)], true, true));
         assert_eq!(read(&[&change(1, 1), &change(2, 2)]), (vec![device(2)], true, true));
         let whole = change(1, 1);
-        assert_eq!(read(&[&whole[..whole.len() - 1]]), (vec![], false, true), "it has not come whole");
+        assert_eq!(read(&[&whole[..whole.len() - 1]]), (vec![], false, true), "a part is missing");
         assert_eq!(read(&[&change(2, 1)]).0, [], "one is missing");
         assert_eq!(read(&[&change(1, 1), &change(1, 1)]).0, [device(1)], "the same once more");
         let own = devices_bytes(&TICKET, false, 1, &encode_devices(&[device(1)]).unwrap());

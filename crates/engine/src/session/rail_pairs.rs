@@ -93,7 +93,7 @@ pub(crate) fn pair(mine: &[NetDevice], theirs: &[Device], near: Near) -> Vec<Rai
     pairs.into_iter().map(|(_, pair)| pair).collect()
 }
 
-/// The same two devices as in `pair`, at the addresses that they have now. `None`: one of them is not there, or they have
+/// The two devices of `pair`, at their present addresses. `None`: one of them is not there, or they have
 /// no addresses of one family.
 pub(crate) fn again(pair: &RailPair, mine: &[NetDevice], theirs: &[Device]) -> Option<RailPair> {
     let device = mine.iter().find(|device| device.name == pair.mine.name)?;
@@ -101,7 +101,7 @@ pub(crate) fn again(pair: &RailPair, mine: &[NetDevice], theirs: &[Device]) -> O
     let ways = remotes.flat_map(|remote| {
         device.addresses.iter().filter_map(move |from| Some((prefix(*from, remote.address)?, *from, remote)))
     });
-    // Of several as near, the one that was used before.
+    // Of several as near, the previous pair.
     let known = |from: IpAddr, to: IpAddr| (from == pair.from) as u32 + (to == pair.theirs.address) as u32;
     let (_, from, theirs) = ways.max_by_key(|(bits, from, to)| (*bits, known(*from, to.address)))?;
     Some(RailPair { mine: device.clone(), from, theirs: theirs.clone() })

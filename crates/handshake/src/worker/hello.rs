@@ -211,7 +211,7 @@ pub fn decode_devices(bytes: &[u8]) -> std::result::Result<Vec<Device>, Malforme
     let (devices, rest): (Vec<Device>, _) =
         postcard::take_from_bytes(bytes).map_err(|_| Malformed::Field("list of devices"))?;
     if !rest.is_empty() {
-        return Err(Malformed::Field("bytes behind a list of devices"));
+        return Err(Malformed::Field("bytes after a list of devices"));
     }
     check_devices(&devices)?;
     Ok(devices)

@@ -47,13 +47,13 @@ pub fn share_of_descriptors(parts: u64) -> usize {
 /// Limits of open files above this are not checked.
 const MANY_DESCRIPTORS: usize = 1 << 16;
 
-/// How long a count of the open descriptors holds at most.
+/// Maximum age of a count of the open descriptors.
 const COUNT_HOLDS: Duration = Duration::from_millis(100);
 /// Descriptors that one connection is taken to use, at this end and by what the program does meanwhile.
 const PER_CONNECTION: usize = 64;
 
-/// A count of the open descriptors. Counting takes time in proportion to them, so many connections share one count: each
-/// would otherwise make the next one slower.
+/// A count of the open descriptors. Counting takes time in proportion to them, so connections share a count: each would
+/// otherwise make the next one slower.
 struct Counted {
     at: Instant,
     /// The limit that it was compared with.

@@ -176,8 +176,8 @@ impl Listener {
         self.acceptor.me().hello.devices.clone()
     }
 
-    /// Listens on these rails from now on and on no others, because addresses have changed. Sessions come in as before,
-    /// and later ones learn of the rails.
+    /// Listens on these rails from now on and on no others, because addresses have changed. Sessions are accepted as
+    /// before, and later ones receive the rails.
     ///
     /// # Errors
     /// As [`Listener::start`]; then nothing has changed.

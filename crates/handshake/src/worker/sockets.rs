@@ -70,7 +70,7 @@ impl AsFd for ListeningSocket {
 }
 
 impl ListeningSocket {
-    /// Where sessions come in, if they do.
+    /// Its address, if it accepts sessions.
     fn for_sessions(&self) -> Option<(SocketAddr, &Purpose)> {
         match self {
             ListeningSocket::Tcp(listener, purpose) if purpose.sessions => Some((listener.local_addr().ok()?, purpose)),

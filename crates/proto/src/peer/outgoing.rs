@@ -530,7 +530,7 @@ impl OutgoingOps {
         self.table.iter().map(|(_, outgoing)| outgoing.memory())
     }
 
-    /// Whether the bytes of an operation of ours go with its first frame, which may be in flight.
+    /// True if the bytes of our operation go with its first frame, which may be in flight.
     pub(super) fn is_eager(&self, op: OpId) -> bool {
         self.table.iter().any(|(_, o)| o.op == op && o.long().serve.is_none() && o.stage == Stage::Eager)
     }

@@ -275,7 +275,7 @@ impl Peer {
         }
     }
 
-    /// The memory of an access of the peer's.
+    /// The memory of a peer's access.
     pub fn accessed(&self, access: u32) -> Option<Memory> {
         let of = |memory: &Memory| matches!(memory, Memory::Region { passive, .. } if *passive == access);
         self.incoming.memories().chain(self.outgoing.memories()).find(of)

@@ -407,7 +407,7 @@ impl Worker {
     /// ------
     /// TimeoutError
     ///     A peer may still access memory of operations or regions, and has not confirmed its end
-    ///     within three seconds: it is stopped, say. The worker is closed nevertheless. Do not reuse
+    ///     within three seconds, because it is stopped. The worker is closed nevertheless. Do not reuse
     ///     or free that memory before the peer's process has ended.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         let _call = Call::enter(py);

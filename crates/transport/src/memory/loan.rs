@@ -56,7 +56,7 @@ impl Loan {
     }
 
     /// Keeps the memory even if it was recalled: for memory that another process may be accessing, which no recall
-    /// reaches. The owner must not have been told of the loan's return.
+    /// reaches. The owner must not have been notified of the loan's return.
     pub fn hold(self: &Arc<Self>, lane: LaneId) -> Kept {
         self.word.fetch_add(KEPT, Ordering::AcqRel);
         self.keepers.lock().unwrap_or_else(PoisonError::into_inner).push(lane);
