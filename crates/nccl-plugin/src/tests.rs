@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use crossrail_nccl_abi::{HANDLE_LEN, INVALID_ARGUMENT, NetV12, PTR_CUDA, PTR_HOST, REMOTE_ERROR, SUCCESS};
 use crossrail_nccl_driver::{Lanes, Memory, Network, Plugin, Receiver, Sender};
 
-mod rails;
+pub(crate) mod rails;
 
 use crate::net::{Net, Process};
 use crate::{TABLE_V8, TABLE_V9, TABLE_V10, TABLE_V11, TABLE_V12};

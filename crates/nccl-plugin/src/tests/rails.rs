@@ -78,7 +78,7 @@ impl Bed {
 }
 
 /// The connections of this process from or to a rail.
-fn connections_at(rail: Ipv4Addr) -> Vec<RawFd> {
+pub(crate) fn connections_at(rail: Ipv4Addr) -> Vec<RawFd> {
     let is_one = |fd: RawFd| {
         let own = getsockname::<SockaddrStorage>(fd).ok()?;
         let _: &SockaddrIn = own.as_sockaddr_in().filter(|own| own.ip() == rail)?;

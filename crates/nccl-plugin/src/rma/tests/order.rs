@@ -1,11 +1,13 @@
 //! Signals, and what they promise: over rails that delay, reorder and repeat, and that are lost.
 
+use std::net::Ipv4Addr;
 use std::sync::atomic::AtomicBool;
 
 use crossrail::placing::Placing;
 use crossrail_transport::placing::dry::{self, Saw};
 
 use super::*;
+use crate::tests::rails::connections_at;
 
 /// Two ranks over emulated NICs, which a seed makes reorder: the data of each rank has rails of its own.
 fn world(seed: u64) -> (World, [Saw; 2]) {
@@ -159,4 +161,42 @@ fn long_puts_cut_at_words_and_values_are_stored_at_once() {
     values.memory[0].word(8).store(0, Ordering::Relaxed);
     sender.finish(put);
     assert_eq!(window.memory[1].load(64), 0x0102_0304_0506_0708, "the value is taken when the put is enqueued");
+}
+
+#[test]
+fn a_rail_that_is_lost_with_puts_in_flight_neither_loses_nor_doubles_any() {
+    const PUTS: u64 = 400;
+    const LEN: usize = 40_000;
+    let rails = [1, 2, 3, 4].map(|rail| Ipv4Addr::new(127, 0, 46, rail));
+    let names = rails.map(|rail| rail.to_string()).join(",");
+    let settings = [("CROSSRAIL_TLS", "tcp"), ("CROSSRAIL_NET_DEVICES", names.as_str())];
+    let settings = crossrail::Settings::from_pairs(settings).expect("settings");
+    let process = Box::leak(Box::new(Process::of(settings, |_| false).expect("the rails")));
+    let world = World::over(process, 14, 2);
+    let plan = Arc::new(Plan::default());
+    let window = world.register(0, || Memory::gpu(PUTS as usize * LEN, &plan));
+    let signals = world.register(SIGNALS, || Memory::gpu(4096, &plan));
+    let (sender, mine) = (&world.0[0], window.handles[0]);
+    window.memory[0].bytes().iter_mut().enumerate().for_each(|(at, byte)| *byte = pattern(at, 5));
+    let mut requests = std::collections::VecDeque::new();
+    let mut lost = 0;
+    for number in 0..PUTS {
+        if number == PUTS / 2 {
+            for fd in connections_at(rails[2]) {
+                // The other end may have ended it already.
+                lost += usize::from(nix::sys::socket::shutdown(fd, nix::sys::socket::Shutdown::Both).is_ok());
+            }
+        }
+        let (at, done) = (number * LEN as u64, signal((8, signals.handles[0]), SIGNAL_ADD, number + 1));
+        let route = sender.to((number % 4) as i32, 1);
+        requests.push_back(sender.rma.put_signal(route, (at, mine), LEN, (at, mine), done).expect("a put"));
+        if requests.len() > 100 {
+            sender.finish(requests.pop_front().expect("one"));
+        }
+    }
+    requests.into_iter().for_each(|request| sender.finish(request));
+    assert!(lost > 0, "no connection was there to be lost");
+    assert_eq!(signals.memory[1].load(8), PUTS * (PUTS + 1) / 2);
+    assert!(window.memory[1].bytes()[..PUTS as usize * LEN] == window.memory[0].bytes()[..PUTS as usize * LEN]);
+    assert_eq!(sender.rma.has_error(sender.contexts), Ok(false));
 }
