@@ -176,4 +176,27 @@ mod tests {
             assert!(to[..to_at].iter().chain(&to[to_at + len..]).all(|byte| *byte == 0xee));
         }
     }
+
+    #[test]
+    fn a_reader_sees_whole_words() {
+        let words: Vec<AtomicU64> = (0..16).map(|_| AtomicU64::new(0)).collect();
+        let ended = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let seen = scope.spawn(|| {
+                while !ended.load(Ordering::Acquire) {
+                    for word in &words {
+                        let word = word.load(Ordering::Relaxed);
+                        assert!(word == word.rotate_left(8), "{word:#x}");
+                    }
+                }
+            });
+            for round in 0..2_000_000_u32 {
+                let from = [round as u8; 129];
+                // SAFETY: both are of that length; the source is not aligned.
+                unsafe { copy_words(words.as_ptr().cast_mut().cast(), from.as_ptr().add(1), 128) };
+            }
+            ended.store(true, Ordering::Release);
+            seen.join().expect("whole words");
+        });
+    }
 }
