@@ -2,7 +2,7 @@
 
     python benches/gpu/peers/gin.py --limit 55
 
-Compiles gin.cu with the headers at NCCL_HOME and nvcc of CUDA_HOME. An all-to-all is checked first; then latency of a
+Compiles gin.cu with nvcc and the headers at NCCL_HOME. An all-to-all is checked first; then latency of a
 put with a signal (half a round trip), and the rate of windows of puts with one signal after each. Each rank is a host
 of its own.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -58,9 +59,13 @@ def gpus() -> list[str]:
 
 def build(folder: Path) -> Path:
     """Compiles the program."""
-    compiler = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "nvcc"
+    compiler = Path(shutil.which("nvcc") or Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "nvcc")
     program, library = folder / "gin", home() / "lib"
-    command = [compiler, "-std=c++17", "-arch=native", f"-I{home() / 'include'}", SOURCE, "-o", program]
+    # CUDA's C++ library is in a folder of its own from CUDA 13 on.
+    root = compiler.resolve().parents[1]
+    own = (root / "include" / "cccl", root / "targets" / "x86_64-linux" / "include" / "cccl")
+    includes = [f"-I{path}" for path in (home() / "include", *own) if path.is_dir()]
+    command = [compiler, "-std=c++17", "-arch=native", *includes, SOURCE, "-o", program]
     command += [f"-L{library}", "-lnccl", "-Xlinker", f"-rpath={library}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
