@@ -29,7 +29,7 @@ const BUSY: usize = 8;
 /// have enough to carry meanwhile.
 const AHEAD: u64 = 128 << 10;
 /// Rows below this are short.
-const SHORT: u64 = 64 << 10;
+const SHORT: u64 = 48 << 10;
 /// Neighbouring ranges are joined up to this length: longer ones would arrive, and be read, later.
 const JOINED: u64 = 128 << 10;
 

@@ -17,7 +17,7 @@
 constexpr u32 COMMAND_LENGTH = 19;
 constexpr u64 COMMAND_NUMBER = (1ull << 48) - 1;
 // Size of the stripes that the rings take in turn, as a power of two.
-constexpr u32 RING_STRIPE = 17;
+constexpr u32 RING_STRIPE = 16;
 
 __device__ __forceinline__ EpRing &ring_at(const EpCommon &c, u32 number) { return at<EpRing>(c.rings, number); }
 
