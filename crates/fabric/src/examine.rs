@@ -11,8 +11,9 @@ use crossrail_transport::placing::Extent;
 use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::offer::Offer;
-use crate::port::{Completion, Port, Registered, Remote, Write};
+use crate::port::{Completion, Port, Registered, Write};
 use crate::slab::Slab;
+use crate::wire::Remote;
 
 /// Longest time of a step of a test.
 pub const LIMIT: Duration = Duration::from_secs(10);
