@@ -8,6 +8,8 @@
 //! arrived or the lane has ended.
 #![allow(unsafe_code)]
 
+mod slots;
+
 use std::net::TcpStream;
 use std::os::fd::RawFd;
 use std::sync::Arc;
@@ -17,12 +19,13 @@ use crossrail_transport::placing::{Counter, Event, Extent, Imm, PIECES_MAX, Plac
 use crossrail_transport::{Kept, Lane, LaneCaps, LaneError, LaneStats, Loan, Payload, Place, Post, Sink, Tx};
 use crossrail_types::{Error, ErrorKind, HEAD_LEN, Head, LaneId, Result};
 
+use self::slots::{Ring, Slots};
 use crate::attach::attach_as;
 use crate::offer::Offer;
 use crate::placing::FabricPlacing;
 use crate::port::Registered;
 use crate::slab::Slab;
-use crate::wire::{GREETING, Remote, u32_at, u64_at, widen};
+use crate::wire::{GREETING, Remote, u32_at, u64_at};
 
 /// Frames in an inbox, and bytes of each.
 const SLOTS: usize = 64;
@@ -55,82 +58,6 @@ const OF_FRAME: u64 = 1 << 32;
 const OF_ANSWER: u64 = 2 << 32;
 const OF_PAYLOAD: u64 = 3 << 32;
 const OF_CREDIT: u64 = 4 << 32;
-
-/// One ring of slots in the peer's inbox, and the staging memory of its frames.
-struct Ring {
-    base: usize,
-    size: usize,
-    posted: u32,
-    /// Taken by the peer, as its credits state.
-    taken: u32,
-    busy: Vec<bool>,
-}
-
-/// One ring of slots in our inbox.
-struct Slots {
-    base: usize,
-    size: usize,
-    next: u32,
-    arrived: Vec<bool>,
-    /// Credits returned: one for each half ring.
-    returned: u32,
-}
-
-impl Ring {
-    fn new(base: usize, count: usize, size: usize) -> Ring {
-        Ring { base, size, posted: 0, taken: 0, busy: vec![false; count] }
-    }
-
-    /// A slot that may be written, if there is one.
-    fn free(&self) -> Option<usize> {
-        let slot = self.posted as usize % self.busy.len();
-        let has_credit = self.posted.wrapping_sub(self.taken) < self.busy.len() as u32;
-        (has_credit && !self.busy[slot]).then_some(slot)
-    }
-
-    fn at(&self, slot: usize) -> usize {
-        self.base + slot * self.size
-    }
-
-    /// Number of credit `step`, of which the low 12 bits are known, has arrived.
-    fn credit(&mut self, step: u16) -> std::result::Result<(), String> {
-        let half = self.busy.len() as u32 / 2;
-        let taken = widen(u32::from(step), 12, self.taken / half).wrapping_mul(half);
-        let advance = taken.wrapping_sub(self.taken);
-        if advance > u32::MAX / 2 {
-            return Ok(());
-        }
-        if advance > self.posted.wrapping_sub(self.taken) {
-            return Err("it took more frames than there were".to_owned());
-        }
-        self.taken = taken;
-        Ok(())
-    }
-}
-
-impl Slots {
-    fn new(base: usize, count: usize, size: usize) -> Slots {
-        Slots { base, size, next: 0, arrived: vec![false; count], returned: 0 }
-    }
-
-    fn front(&self) -> Option<usize> {
-        let slot = self.next as usize % self.arrived.len();
-        self.arrived[slot].then(|| self.base + slot * self.size)
-    }
-
-    fn take(&mut self) {
-        let slot = self.next as usize % self.arrived.len();
-        self.arrived[slot] = false;
-        self.next = self.next.wrapping_add(1);
-    }
-
-    /// The number of the credit that is due.
-    fn due(&self) -> Option<u32> {
-        let half = self.arrived.len() as u32 / 2;
-        let is_due = self.next.wrapping_sub(self.returned.wrapping_mul(half)) >= half;
-        is_due.then(|| self.returned.wrapping_add(1))
-    }
-}
 
 /// A long payload to the peer.
 enum Sending {
@@ -525,7 +452,7 @@ impl FabricLane {
             let len = head.payload_len() as usize;
             let is_long = before[0] != 0;
             let fits = if is_long { len > SHORT && len <= self.caps.max_payload } else { len <= SHORT };
-            let transfer = u32_at(&before, 0) as u32 >> 16;
+            let transfer = u32_at(&before, 0) >> 16;
             if !fits || before[0] > 1 || (is_long && transfer as usize >= LONG) {
                 return Err(self.blame(&format!("a frame of {len} bytes as payload {transfer}")));
             }

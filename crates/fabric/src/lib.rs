@@ -16,6 +16,8 @@
 //! A provider's error ends the object, by name: over one endpoint there is no telling which writes it concerns.
 
 mod attach;
+#[cfg(feature = "bare")]
+pub mod bare;
 mod companion;
 mod count;
 pub mod examine;

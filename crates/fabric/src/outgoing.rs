@@ -91,6 +91,8 @@ pub(crate) struct Outgoing {
     direct: VecDeque<(u32, u16)>,
     keys: Vec<KnownKey>,
     numbers: HashMap<[u8; 32], usize>,
+    /// The key of the last write: most have the same.
+    last: Option<([u8; 32], usize)>,
     asked: VecDeque<usize>,
     toggles: Toggles,
     ended: VecDeque<(u64, Result<(), WriteError>)>,
@@ -111,6 +113,7 @@ impl Outgoing {
             direct: VecDeque::new(),
             keys: Vec::new(),
             numbers: HashMap::new(),
+            last: None,
             asked: VecDeque::new(),
             toggles: Toggles::default(),
             ended: VecDeque::new(),
@@ -131,10 +134,14 @@ impl Outgoing {
         if self.free.is_empty() {
             return false;
         }
-        let key = *self.numbers.entry(to.0).or_insert_with(|| {
-            self.keys.push(KnownKey { key: *to, state: KeyState::New, active: 0, waiting: Vec::new() });
-            self.keys.len() - 1
-        });
+        let key = match self.last {
+            Some((bytes, key)) if bytes == to.0 => key,
+            _ => *self.numbers.entry(to.0).or_insert_with(|| {
+                self.keys.push(KnownKey { key: *to, state: KeyState::New, active: 0, waiting: Vec::new() });
+                self.keys.len() - 1
+            }),
+        };
+        self.last = Some((to.0, key));
         let Some(number) = self.enter(from, (len, Some(key), remote(to), at), imm, token, cut) else { return false };
         let known = &mut self.keys[key];
         match known.state {

@@ -1,6 +1,8 @@
 //! [`FabricPlacing`]: one-sided writes to one peer over one endpoint of libfabric.
 #![allow(unsafe_code)]
 
+mod posting;
+
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,8 +17,8 @@ use crate::companion::{Closer, Companion, Ended, Note};
 use crate::count::{Parts, Whole};
 use crate::exposures::Exposures;
 use crate::offer::Attributes;
-use crate::outgoing::{Cut, Outgoing, Part, longest};
-use crate::port::{Completion, GATHER, Port, Registered, Write};
+use crate::outgoing::{Cut, Outgoing, longest};
+use crate::port::{Completion, GATHER, Port, Registered};
 use crate::raw;
 use crate::ring::{Inbox, Outbox};
 use crate::slab::Slab;
@@ -32,11 +34,14 @@ const BUDGET: usize = 16 << 20;
 const READS: usize = 256;
 /// Writes from memory that the provider needs registered, but is not, are copied up to this length.
 const COPIED: usize = 4096;
-/// Time after which received writes are acknowledged by themselves, and the number that does not wait.
-const OWED_FOR: Duration = Duration::from_micros(50);
+/// Time after which received writes are acknowledged, also where this end has answered them by writes of its own, which
+/// the acknowledgement would delay; and the number that does not wait.
+const OWED_FOR: Duration = Duration::from_micros(10);
+const ANSWERED_FOR: Duration = Duration::from_micros(200);
 const OWED_MAX: usize = 128;
-/// Idle polls without a look at the companion connection.
+/// Polls between two checks of the companion connection, and between two readings of the clock while some are owed.
 const LOOK_EVERY: u32 = 64;
+const CLOCK_EVERY: u32 = 8;
 /// Time that an error of the provider's waits for the companion connection to state the cause.
 const CAUSE_WITHIN: Duration = Duration::from_millis(100);
 /// Time without any completion after which a peer that polls is asked, and after which a write is lost.
@@ -54,8 +59,9 @@ enum Op {
 /// A write that the provider has, whose peer does not count it.
 #[derive(Debug)]
 struct Watch {
-    /// The last completion.
+    /// Time of the last check that found completions since the one before it, and whether there are some since.
     moved: Instant,
+    stirred: bool,
     /// The question that the peer has not answered, and its time.
     asked: Option<(u64, Instant)>,
     number: u64,
@@ -95,6 +101,8 @@ pub struct FabricPlacing {
     /// Words of writes that were counted and not acknowledged yet.
     owed: Vec<u32>,
     owing: Option<Instant>,
+    /// This end has posted writes since it acknowledged last.
+    answers: bool,
     completions: Vec<Completion>,
     epoll: Option<Epoll>,
     look: bool,
@@ -164,6 +172,7 @@ impl FabricPlacing {
             parts: Parts::default(),
             owed: Vec::new(),
             owing: None,
+            answers: false,
             completions: Vec::new(),
             epoll,
             look: false,
@@ -175,7 +184,7 @@ impl FabricPlacing {
             lane_sent: 0,
             lane_arrived: 0,
             failed: None,
-            watch: Watch { moved: Instant::now(), asked: None, number: 0, answered: false },
+            watch: Watch { moved: Instant::now(), stirred: false, asked: None, number: 0, answered: false },
             credits: 0,
             notes: Vec::new(),
             stats: [0; 3],
@@ -209,8 +218,11 @@ impl FabricPlacing {
     fn turn(&mut self, events: &mut dyn FnMut(Event)) -> Outcome<bool> {
         self.polls = self.polls.wrapping_add(1);
         let mut moved = self.drive(events)?;
-        if self.owed.len() >= OWED_MAX || self.owing.is_some_and(|since| since.elapsed() >= OWED_FOR) {
-            self.acknowledge();
+        if self.owed.len() >= OWED_MAX || (self.owing.is_some() && self.polls.is_multiple_of(CLOCK_EVERY)) {
+            let limit = if self.answers { ANSWERED_FOR } else { OWED_FOR };
+            if self.owed.len() >= OWED_MAX || self.owing.is_some_and(|since| since.elapsed() >= limit) {
+                self.acknowledge();
+            }
         }
         if self.ending.is_some() {
             return self.wind_up(moved, events);
@@ -242,8 +254,7 @@ impl FabricPlacing {
             Err(why) => return Err(self.down(&why)),
         };
         if moved {
-            self.watch.moved = Instant::now();
-            self.watch.answered = false;
+            self.watch.stirred = true;
             self.full = false;
         }
         while let Some(slot) = self.inbox.front() {
@@ -380,189 +391,6 @@ impl FabricPlacing {
         any
     }
 
-    // ---- posting
-
-    /// Posts what the provider takes. Whether it took anything.
-    pub(crate) fn post(&mut self) -> Outcome<bool> {
-        if self.broken.is_some() {
-            return Ok(false);
-        }
-        let mut moved = false;
-        self.full = false;
-        if let Some(taken) = self.inbox.due()
-            && self.post_bare(taken)?
-        {
-            self.inbox.told(taken);
-            moved = true;
-        }
-        while self.outbox.is_ready() && self.post_frame()? {
-            moved = true;
-        }
-        let mut budget = BUDGET;
-        while budget > 0
-            && !self.full
-            && let Some(part) = self.out.next(self.cut)
-        {
-            if !self.post_part(&part)? {
-                break;
-            }
-            budget = budget.saturating_sub(part.len.max(64));
-            moved = true;
-        }
-        // Announcements of writes whose last part was posted just now.
-        self.enqueue();
-        while self.outbox.is_ready() && !self.full && self.post_frame()? {
-            moved = true;
-        }
-        Ok(moved)
-    }
-
-    /// Posts a write without bytes that returns credit, or is the hello.
-    pub(crate) fn post_bare(&mut self, taken: u32) -> Outcome<bool> {
-        let nothing = Extent { at: self.staging.address(), len: 0, gpu: None };
-        // SAFETY: no bytes.
-        unsafe { self.put(&[(nothing, self.staged)], self.theirs, 0, Word::Credit(taken).encode(), Op::Bare) }
-    }
-
-    fn post_frame(&mut self) -> Outcome<bool> {
-        let Some((frame, number)) = self.outbox.front() else { return Ok(false) };
-        frame.encode(&mut self.bytes);
-        let at = number as usize % SLOTS * SLOT;
-        self.staging.write(at, &self.bytes);
-        let from = Extent { at: self.staging.address() + at as u64, len: self.bytes.len(), gpu: None };
-        let op = Op::Frame { slot: number as usize % SLOTS };
-        // SAFETY: the slot is not written again before its completion.
-        let posted =
-            unsafe { self.put(&[(from, self.staged)], self.theirs, at as u64, Word::Frame(number).encode(), op) }?;
-        if posted {
-            self.outbox.posted();
-        }
-        Ok(posted)
-    }
-
-    fn post_part(&mut self, part: &Part) -> Outcome<bool> {
-        let Some(op) = self.free.last().copied() else {
-            self.full = true;
-            return Ok(false);
-        };
-        let nothing = Extent { at: self.staging.address(), len: 0, gpu: None };
-        let mut from = [(nothing, self.staged); GATHER];
-        let mut registered = [None; GATHER];
-        let mut count = part.count;
-        let extents = &part.extents[..part.count];
-        let in_host = extents.iter().all(|extent| extent.gpu.is_none());
-        if self.local && in_host && part.len <= COPIED {
-            let start = SLOTS * SLOT + op * COPIED;
-            let mut at = start;
-            for extent in extents {
-                // SAFETY: readable until the write ends, as the caller of `write` guarantees.
-                unsafe { self.staging.fill(at, extent.at as *const u8, extent.len) };
-                at += extent.len;
-            }
-            from[0].0 = Extent { at: self.staging.address() + start as u64, len: part.len, gpu: None };
-            count = 1;
-        } else {
-            for (at, extent) in extents.iter().enumerate() {
-                from[at] = (*extent, None);
-                if !self.local && extent.gpu.is_none() {
-                    continue;
-                }
-                from[at].1 = self.containing(extent);
-                if from[at].1.is_none()
-                    && let Some(port) = self.port.as_mut()
-                {
-                    // SAFETY: valid until the write ends, as the caller of `write` guarantees; closed before that.
-                    let result = unsafe { port.register(extent, false) };
-                    let (number, _) = match result {
-                        Ok(found) => found,
-                        Err(error) => {
-                            self.forget(registered);
-                            return Err(self.down(&format!("{}: {}", error.operation, error.detail)));
-                        }
-                    };
-                    (from[at].1, registered[at]) = (Some(number), Some(number));
-                }
-            }
-        }
-        let word = self.out.word(part);
-        let op = Op::Write { write: part.write, registered };
-        // SAFETY: as above.
-        let posted = unsafe { self.put(&from[..count.max(1)], part.to, part.at, word, op) };
-        match posted {
-            Ok(true) => {
-                self.out.posted(part, word, &mut self.frames);
-                self.stats[2] += 1;
-            }
-            _ => {
-                self.out.unpost(part);
-                self.forget(registered);
-            }
-        }
-        posted
-    }
-
-    /// A registration for reading that memory.
-    fn containing(&self, from: &Extent) -> Option<Registered> {
-        let holds = |(memory, _): &&(Extent, Registered)| {
-            memory.gpu == from.gpu && memory.at <= from.at && from.at + from.len as u64 <= memory.at + memory.len as u64
-        };
-        let own = self.adopted.iter().find(holds).map(|(_, registered)| *registered);
-        own.or_else(|| self.exposures.containing(from))
-    }
-
-    fn forget(&mut self, registered: [Option<Registered>; GATHER]) {
-        if let Some(port) = self.port.as_mut() {
-            for registered in registered.into_iter().flatten() {
-                let _ = port.unregister(registered);
-            }
-        }
-    }
-
-    /// Posts one operation; false: there is no room.
-    ///
-    /// # Safety
-    /// As [`Port::write`].
-    unsafe fn put(
-        &mut self,
-        from: &[(Extent, Option<Registered>)],
-        to: Remote,
-        at: u64,
-        data: u32,
-        op: Op,
-    ) -> Outcome<bool> {
-        let (Some(context), Some(port)) = (self.free.last().copied(), self.port.as_mut()) else {
-            self.full = true;
-            return Ok(false);
-        };
-        // SAFETY: as the caller guarantees; the context is free.
-        match unsafe { port.write(&Write { from, to, at, data, context }) } {
-            Ok(true) => {
-                self.free.pop();
-                self.ops[context] = op;
-                self.stats[0] += from.iter().map(|(extent, _)| extent.len as u64).sum::<u64>();
-                Ok(true)
-            }
-            Ok(false) => {
-                self.full = true;
-                Ok(false)
-            }
-            Err(why) => {
-                self.broken.get_or_insert_with(|| (Instant::now(), why));
-                self.look = true;
-                Ok(false)
-            }
-        }
-    }
-
-    /// Acknowledges what has arrived.
-    fn acknowledge(&mut self) {
-        self.owing = None;
-        while !self.owed.is_empty() {
-            let count = self.owed.len().min(wire::ACKS);
-            self.outbox.push(Frame::Acks(self.owed.drain(..count).collect()));
-        }
-    }
-
     // ---- the companion connection, and ends
 
     fn read_companion(&mut self, events: &mut dyn FnMut(Event)) -> Outcome<()> {
@@ -596,6 +424,9 @@ impl FabricPlacing {
     /// A provider may lose a write without an error at either end. A peer that reads its queue, answers, and still has
     /// not counted it will not.
     fn watch(&mut self) -> Outcome<()> {
+        if std::mem::take(&mut self.watch.stirred) {
+            (self.watch.moved, self.watch.answered) = (Instant::now(), false);
+        }
         let quiet = self.watch.moved.elapsed();
         if !self.out.is_waiting() || quiet < QUIET_FOR {
             self.watch.asked = None;
@@ -641,59 +472,6 @@ impl FabricPlacing {
             Ended::Down(why) => LaneError::Down(format!("{peer}: the companion connection of {rail}: {why}")),
             Ended::Protocol => self.blame("it wrote an invalid note to the companion connection"),
         })
-    }
-
-    // ---- for what is built over it
-
-    /// Registers memory for own writes from it until the port is closed.
-    ///
-    /// # Safety
-    /// The memory must be valid until then.
-    pub(crate) unsafe fn adopt(&mut self, memory: &Extent) -> crossrail_types::Result<()> {
-        if self.local
-            && let Some(port) = self.port.as_mut()
-        {
-            // SAFETY: as the caller guarantees.
-            let (registered, _) = unsafe { port.register(memory, false) }?;
-            self.adopted.push((*memory, registered));
-        }
-        Ok(())
-    }
-
-    /// Registers memory for one write by the peer.
-    ///
-    /// # Safety
-    /// The memory must be valid until the registration is closed by [`FabricPlacing::take_back`] or with the port.
-    pub(crate) unsafe fn lend(&mut self, memory: &Extent) -> crossrail_types::Result<(Registered, Remote)> {
-        let gone = || crossrail_types::Error::new(crossrail_types::ErrorKind::Closed, "fabric", "the peer is lost");
-        // SAFETY: as the caller guarantees.
-        unsafe { self.port.as_mut().ok_or_else(gone)?.register(memory, true) }
-    }
-
-    /// Closes a registration whose write has arrived.
-    pub(crate) fn take_back(&mut self, registered: Registered) {
-        if let Some(port) = self.port.as_mut() {
-            // Nothing is written by it any more, closed or not.
-            let _ = port.unregister(registered);
-        }
-    }
-
-    /// Queues a write to memory that the peer has named itself; false: there are too many.
-    ///
-    /// # Safety
-    /// As [`Placing::write`].
-    pub(crate) unsafe fn write_to(&mut self, from: &Extent, to: (Remote, u64), imm: Imm, token: u64) -> bool {
-        self.failed.is_none() && self.out.queue_to(from, to, imm, token, self.cut)
-    }
-
-    /// True once it has failed, or is about to.
-    pub(crate) fn has_failed(&self) -> bool {
-        self.failed.is_some() || self.ending.is_some()
-    }
-
-    /// A provider that is done with everything posted, or nothing queued that it takes.
-    pub(crate) fn has_handed_over(&self) -> bool {
-        self.is_quiet() && !self.out.is_ready()
     }
 
     fn blame(&self, why: &str) -> LaneError {
