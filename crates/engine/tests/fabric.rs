@@ -45,7 +45,7 @@ fn messages_go_over_the_lane_that_explain_names() {
     let explain = ab.explain();
     assert!(explain.small.starts_with("fabric/lo"), "{explain}");
     for (tag, len) in [(1, 8), (2, 100_000), (3, 5 << 20)] {
-        let bytes: Vec<u8> = (0..len as u32).map(|at| (at * 13 >> 2) as u8).collect();
+        let bytes: Vec<u8> = (0..len as u32).map(|at| ((at * 13) >> 2) as u8).collect();
         let receive = b.recv(vec![0; len], tag, u64::MAX, None).unwrap();
         let send = ab.send(bytes.clone(), tag).unwrap();
         receive.wait(Some(LIMIT)).unwrap();
@@ -62,7 +62,7 @@ fn one_sided_writes_go_over_libfabric_where_it_is_named() {
         let (mut one, mut two) = objects(&ab, &ba, index);
         assert_eq!((one.peer(), two.peer()), ("beta", "alpha"));
         assert!(one.rails()[0].name.starts_with("fabric/tcp"), "{:?}", one.rails());
-        let bytes: Vec<u8> = (0..20 << 20).map(|at: u32| (at * 7 >> 3) as u8).collect();
+        let bytes: Vec<u8> = (0..20 << 20).map(|at: u32| ((at * 7) >> 3) as u8).collect();
         let mut heap = vec![0u8; bytes.len()];
         let memory = Extent::host(heap.as_mut_ptr(), heap.len());
         // SAFETY: the objects are dropped before the memory.

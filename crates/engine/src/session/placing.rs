@@ -269,22 +269,17 @@ fn dial_all(
 
 /// The connecting end of an object over libfabric.
 fn dial_companion(sessions: &Arc<Sessions>, of: Of, rails: &PeerRails, deadline: Instant) -> Result<Box<dyn Placing>> {
+    let named = |error: Error| Error { operation: "placing".to_owned(), ..error }.with_peer(&rails.peer);
     let mut failure = None;
     for (rail, pair) in rails.pairs.iter().filter(|(rail, _)| **rail < 256) {
         let limit = deadline.min(Instant::now() + DIAL_MAX);
-        let joined = dial(&rails.ticket, pair, of.name(*rail, COMPANION), limit)
-            .and_then(|stream| join(sessions, of, &rails.peer, stream, Some(&pair.mine), deadline));
-        match joined {
-            Ok(placing) => return Ok(placing),
-            // The peer waits for one connection.
-            Err(error) => {
-                failure = Some(error);
-                break;
-            }
+        match dial(&rails.ticket, pair, of.name(*rail, COMPANION), limit) {
+            // The peer joins over the first connection that it accepts, so no other rail is tried after it.
+            Ok(stream) => return join(sessions, of, &rails.peer, stream, Some(&pair.mine), deadline).map_err(named),
+            Err(error) => failure = Some(error),
         }
     }
-    let why = failure.unwrap_or_else(|| gone("placing"));
-    Err(Error { operation: "placing".to_owned(), ..why }.with_peer(&rails.peer))
+    Err(named(failure.unwrap_or_else(|| gone("placing"))))
 }
 
 /// Makes the connection an object over libfabric; the peer does the same.
