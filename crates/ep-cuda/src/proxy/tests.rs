@@ -344,14 +344,18 @@ fn threaded() -> [Threaded; 2] {
 }
 
 fn seen_threaded(window: &Window) -> [Threaded; 2] {
-    wrapped(window, &|placing, _, _| placing)
+    wrapped(window, "tcp", &|placing, _, _| placing)
 }
 
 /// `wrap`: replaces the rails to a rank in a lane.
-fn wrapped(window: &Window, wrap: &dyn Fn(Box<dyn Placing>, u32, usize) -> Box<dyn Placing>) -> [Threaded; 2] {
+fn wrapped(
+    window: &Window,
+    tls: &str,
+    wrap: &dyn Fn(Box<dyn Placing>, u32, usize) -> Box<dyn Placing>,
+) -> [Threaded; 2] {
     let lanes = super::lanes(2);
     let worker = |name: &str| {
-        let settings = [("CROSSRAIL_TLS", "tcp"), ("CROSSRAIL_NET_DEVICES", "127.0.0.1,127.0.0.2")];
+        let settings = [("CROSSRAIL_TLS", tls), ("CROSSRAIL_NET_DEVICES", "127.0.0.1,127.0.0.2")];
         let context = Context::new(Settings::from_pairs(settings).unwrap()).unwrap();
         Worker::new(&context, WorkerOptions { name: Some(name.to_owned()), ..WorkerOptions::default() }).unwrap()
     };
@@ -361,13 +365,19 @@ fn wrapped(window: &Window, wrap: &dyn Fn(Box<dyn Placing>, u32, usize) -> Box<d
     let inbox = Inbox::of(&SHAPE);
     let area = || Area::plain(inbox.area_bytes() as usize);
     let fars = [1, 0].map(|rank| Arc::new(FarRank::new(rank, area(), area(), inbox, lanes)));
-    let offers = |endpoint: &Endpoint, far: &Arc<FarRank>| -> Vec<Offer> {
-        let open = |lane: usize| wrap(crossrail::placing::open(endpoint, lane as u16, LIMIT).unwrap(), far.rank, lane);
-        (0..lanes).map(|lane| Offer::new(open(lane), far, lane).unwrap()).collect()
+    let open = |endpoint: &Endpoint| -> Vec<Box<dyn Placing>> {
+        (0..lanes).map(|lane| crossrail::placing::open(endpoint, lane as u16, LIMIT).unwrap()).collect()
     };
-    // The end that has connected does not wait for the other.
-    let second = offers(&dialled, &fars[1]);
-    let first = offers(&accepted, &fars[0]);
+    // Over libfabric either end waits for the other.
+    let (first, second) = std::thread::scope(|scope| {
+        let second = scope.spawn(|| open(&dialled));
+        (open(&accepted), second.join().unwrap())
+    });
+    let offers = |opened: Vec<Box<dyn Placing>>, far: &Arc<FarRank>| -> Vec<Offer> {
+        let wrapped = opened.into_iter().enumerate().map(|(lane, placing)| (lane, wrap(placing, far.rank, lane)));
+        wrapped.map(|(lane, placing)| Offer::new(placing, far, lane).unwrap()).collect()
+    };
+    let (second, first) = (offers(second, &fars[1]), offers(first, &fars[0]));
     let targets = |offers: &[Offer]| offers.iter().map(Offer::targets).collect::<Vec<_>>();
     let told = [targets(&first), targets(&second)];
     let parts = [(first, accepted, 1), (second, dialled, 0)];
@@ -392,7 +402,25 @@ fn wrapped(window: &Window, wrap: &dyn Fn(Box<dyn Placing>, u32, usize) -> Box<d
 
 #[test]
 fn threads_carry_both_ways_and_wake_up() {
-    let [mut a, mut b] = threaded();
+    carry_both_ways("tcp");
+}
+
+/// Over tcp, whose driver sleeps on a descriptor, and over shared memory, which has none.
+#[test]
+fn threads_carry_both_ways_over_libfabric() {
+    for provider in ["fabric:tcp", "fabric:shm"] {
+        let context = Context::new(Settings::from_pairs([("CROSSRAIL_TLS", provider)]).unwrap()).unwrap();
+        let fabric = context.info().unwrap().transports.into_iter().find(|row| row.name == "fabric").unwrap();
+        if fabric.usable {
+            carry_both_ways(&format!("tcp,{provider}"));
+        } else {
+            crossrail_transport::conformance::skip(&fabric.reason.unwrap_or_default());
+        }
+    }
+}
+
+fn carry_both_ways(tls: &str) {
+    let [mut a, mut b] = wrapped(&Window::default(), tls, &|placing, _, _| placing);
     let lanes = a.rings.len();
     for epoch in 1..=20 {
         for row in 0..9 {
@@ -498,7 +526,7 @@ fn failing() -> ([Threaded; 2], Arc<AtomicU8>) {
     let wrap = move |inner: Box<dyn Placing>, rank: u32, lane: usize| -> Box<dyn Placing> {
         if (rank, lane) == (1, 1) { Box::new(Failing { inner, state: of_rails.clone() }) } else { inner }
     };
-    (wrapped(&Window::default(), &wrap), state)
+    (wrapped(&Window::default(), "tcp", &wrap), state)
 }
 
 /// A thread that stands still is named instead of waited for.
