@@ -56,7 +56,7 @@ void violation(const char *name, const char *format, ...)
 #define FIELD(name) { #name, offsetof(struct config, name) }
 static const struct { const char *name; size_t at; } FIELDS[] = {
     FIELD(version), FIELD(nics), FIELD(tx), FIELD(msg), FIELD(inject), FIELD(iov), FIELD(rma_iov), FIELD(data),
-    FIELD(key_size), FIELD(mr_mode), FIELD(mrs), FIELD(map), FIELD(fd), FIELD(fence), FIELD(hmem), FIELD(eagain),
+    FIELD(key_size), FIELD(mr_mode), FIELD(mrs), FIELD(map), FIELD(fd), FIELD(fence), FIELD(linger), FIELD(hmem), FIELD(eagain),
     FIELD(burst), FIELD(cuts), FIELD(move), FIELD(early), FIELD(repeat), FIELD(withhold), FIELD(fail_at), FIELD(mr_fail),
     FIELD(link), FIELD(null),
 };
@@ -91,6 +91,7 @@ static void decide(void)
         .withhold = ONE_OF(0, 20, 128),
         .link = roll(3),
         .null = ONE_OF(0, 128, 255),
+        .linger = roll(2),
     };
 }
 

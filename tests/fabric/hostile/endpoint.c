@@ -199,7 +199,7 @@ static ssize_t posted(struct fid_ep *fid, const struct fi_msg_rma *msg, uint64_t
         leave(ep);
         return result;
     }
-    op->to = to->ep;
+    op->to = to->ep && to->ep->open ? to->ep : NULL;
     op->number = ++operations;
     post(op);
     if (!op->injected && context_len(ep))

@@ -29,6 +29,7 @@ struct config {
     uint64_t map;      /* addresses are random numbers, not indices */
     uint64_t fd;       /* completion queues have descriptors */
     uint64_t fence;    /* a closed registration stops writes that are arriving */
+    uint64_t linger;   /* what a closed endpoint has posted arrives all the same; else only what has completed does */
     uint64_t hmem;     /* GPU memory can be registered */
     uint64_t eagain;   /* probability that a burst of EAGAIN begins with a post, and its longest */
     uint64_t burst;

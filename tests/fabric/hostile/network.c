@@ -372,11 +372,15 @@ void forget_endpoint(struct object *ep)
     for (struct op *op = ops, *next; op; op = next) {
         next = op->next;
         /* What has completed has left; it arrives all the same. */
-        if (op->from == ep && (!op->completed || !op->to))
+        if (op->from == ep && op->to && !op->completed && config.linger) {
+            take_copy(op);
+            op->completed = true;
+        } else if (op->from == ep && (!op->completed || !op->to)) {
             unlink_op(op);
-        else if (op->to == ep && op->from->open)
+        } else if (op->to == ep && op->from->open) {
             op->to = NULL;
-        else if (op->to == ep)
+        } else if (op->to == ep) {
             unlink_op(op);
+        }
     }
 }
