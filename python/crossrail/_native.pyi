@@ -6,7 +6,6 @@ Ctrl-C interrupts every wait. Every error is a `crossrail.CrossrailError`.
 """
 
 from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
-from os import PathLike
 from types import TracebackType
 from typing import Any, Final, Literal, TypeAlias, TypeVar, final
 
@@ -19,10 +18,6 @@ from crossrail.records import (
     Candidate,
     DeviceEpFacts,
     DeviceEpPlace,
-    DeviceEpPlan,
-    DeviceEpSamples,
-    EpPlan,
-    EpSamples,
     FabricState,
     HasCudaStream,
     HasDeviceName,
@@ -31,22 +26,14 @@ from crossrail.records import (
     Info,
     LaneReport,
     LaneShare,
-    MeshPair,
-    MeshPlan,
-    MeshSamples,
     MoveExplain,
     OperationBytes,
     OperationTiming,
-    RawTcpSamples,
     ReceiptRecord,
-    Samples,
     SettingInfo,
     SupportsCudaArrayInterface,
     SupportsCudaStream,
     SupportsDLPack,
-    Transfer,
-    UnpackPlan,
-    UnpackSamples,
 )
 
 _Data: TypeAlias = Memory | Buffer | SupportsDLPack | SupportsCudaArrayInterface
@@ -116,17 +103,7 @@ __all__ = [
     "_borrow",
     "_deregister",
     "ask_metadata",
-    "bench_bandwidth",
-    "bench_control",
-    "bench_ep",
-    "bench_latency",
-    "bench_mesh_all",
-    "bench_mesh_pair",
-    "bench_net_plugin",
-    "bench_p2p",
-    "bench_raw_tcp",
-    "bench_unpack",
-    "bench_write",
+    "bench",
     "cpu_quota",
     "device_of",
     "device_plan",
@@ -840,21 +817,6 @@ class _Span:
 
 def _deregister(regions: Iterable[Region]) -> None: ...
 def _borrow(object: SupportsDLPack, operation: str, writable: bool) -> tuple[_Span, str, tuple[int, ...]]: ...
-def bench_control(
-    group: Group,
-    context: Context,
-    *,
-    op: str,
-    rounds: int,
-    max_tokens_per_rank: int,
-    hidden: int,
-    num_experts: int,
-    topk: int,
-    dispatch_dtype: str = "fp8",
-    device: str | None = None,
-    warmup: int = 0,
-    on_progress: Callable[[int, int], object] | None = None,
-) -> dict[str, list[float]]: ...
 def device_of(device: Any) -> int | None: ...
 def device_plan(parameters: BufferParameters, ordinal: int, regions: int, far: int) -> dict[str, Any]: ...
 def stream_of(stream: Any, operation: str) -> tuple[int, int | None]: ...
@@ -877,115 +839,20 @@ def fabric_write_into(
 ) -> dict[str, float]: ...
 def launch_of(environment: dict[str, str]) -> tuple[str, int, int, int, int] | None: ...
 def host_memory() -> HostMemory | None: ...
-def bench_latency(
+def bench(
+    case: str,
     context: Context,
-    worker: Worker,
-    endpoint: Endpoint,
+    worker: Worker | None = None,
+    endpoints: Sequence[Endpoint | None] = ...,
     *,
-    role: Literal["driver", "echo"],
-    size: int,
-    iters: int,
-    warmup: int = 100,
+    role: Literal["driver", "echo"] = "driver",
     memory: str = "ordinary",
+    rank: int = 0,
+    group: Group | None = None,
+    buffer: ExpertBuffer | None = None,
+    tensors: Sequence[_Bytes] = ...,
     on_progress: Callable[[int, int], object] | None = None,
-) -> Samples: ...
-def bench_write(
-    context: Context,
-    worker: Worker,
-    endpoint: Endpoint,
-    *,
-    role: Literal["driver", "echo"],
-    size: int,
-    iters: int,
-    warmup: int = 100,
-    memory: str = "ordinary",
-    on_progress: Callable[[int, int], object] | None = None,
-) -> Samples: ...
-def bench_raw_tcp(
-    context: Context,
-    worker: Worker,
-    endpoint: Endpoint,
-    *,
-    role: Literal["driver", "echo"],
-    size: int,
-    iters: int = 3,
-    devices: Sequence[str] = ...,
-    channels: int = 1,
-) -> RawTcpSamples: ...
-def bench_mesh_all(
-    context: Context,
-    worker: Worker,
-    peers: Sequence[Endpoint | None],
-    plan: MeshPlan,
-    *,
-    rank: int,
-    memory: str = "ordinary",
-) -> MeshSamples: ...
-def bench_mesh_pair(
-    context: Context,
-    worker: Worker,
-    peers: Sequence[Endpoint | None],
-    plan: MeshPlan,
-    pair: tuple[int, int],
-    *,
-    rank: int,
-    memory: str = "ordinary",
-) -> MeshPair | None: ...
-def bench_unpack(
-    context: Context,
-    plan: UnpackPlan,
-    *,
-    on_progress: Callable[[int, int], object] | None = None,
-) -> UnpackSamples: ...
-def bench_bandwidth(
-    context: Context,
-    worker: Worker,
-    endpoint: Endpoint,
-    *,
-    role: Literal["driver", "echo"],
-    size: int,
-    iters: int,
-    warmup: int = 10,
-    window: int = 64,
-    memory: str = "ordinary",
-    on_progress: Callable[[int, int], object] | None = None,
-) -> Samples: ...
-def bench_p2p(
-    context: Context,
-    worker: Worker,
-    endpoint: Endpoint,
-    *,
-    role: Literal["driver", "echo"],
-    size: int,
-    iters: int,
-    warmup: int = 2,
-    memory: str = "ordinary",
-    verify: str = "full",
-    on_progress: Callable[[int, int], object] | None = None,
-) -> list[Transfer]: ...
-def bench_net_plugin(
-    context: Context,
-    worker: Worker,
-    endpoint: Endpoint,
-    *,
-    role: Literal["driver", "echo"],
-    path: str | PathLike[str],
-    size: int,
-    iters: int,
-    warmup: int = 2,
-    verify: str = "full",
-    on_progress: Callable[[int, int], object] | None = None,
-) -> list[Transfer]: ...
-def bench_ep(
-    buffer: ExpertBuffer,
-    context: Context,
-    plan: EpPlan,
-    x: _Bytes,
-    topk_idx: _Bytes,
-    topk_weights: _Bytes,
-    y: _Bytes,
-    on_progress: Callable[[int, int], object] | None = None,
-) -> EpSamples: ...
+) -> str: ...
 
 @final
 class _Alltoallv:
@@ -1019,8 +886,6 @@ class _DeviceEp:
     ) -> Self: ...
     def dispatch(self) -> dict[str, bytes]: ...
     def combine(self) -> bytes: ...
-    def measure(
-        self, plan: DeviceEpPlan, on_progress: Callable[[int, int], object] | None = None
-    ) -> DeviceEpSamples: ...
+    def measure(self, plan: str, on_progress: Callable[[int, int], object] | None = None) -> str: ...
     def facts(self) -> DeviceEpFacts: ...
     def close(self) -> None: ...

@@ -353,21 +353,6 @@ class SettingInfo(TypedDict):
     doc: str
 
 
-class Samples(TypedDict):
-    """Raw samples of one measurement. The cost of reading the clock, `clock_us`, is not subtracted.
-
-    Latency: each sample is half a round trip, the mean of `batch` consecutive ones (fewer for the last sample).
-    Bandwidth: each sample is one window of `batch` messages, from the first send to the small reply.
-    The echo end has no samples.
-    """
-
-    size: int
-    samples_us: list[float]
-    batch: int
-    clock_us: float
-    bytes_per_sample: int
-
-
 class TransferEnd(TypedDict):
     """One p2p iteration as measured at one end."""
 
@@ -433,54 +418,12 @@ class OperationBytes(TypedDict):
     network: int
 
 
-class EpPlan(TypedDict):
-    """Parameters of a measurement of dispatch and combine; `cached` repeats the routing of the first dispatch."""
-
-    mode: Literal["dispatch", "combine", "e2e"]
-    layout: Literal["expert", "rank"]
-    cached: bool
-    iters: int
-    warmup: int
-
-
-class EpSamples(TypedDict):
-    """Raw samples of one rank by iteration; `bytes` is the total of all iterations.
-
-    `lanes`: bytes that each lane sent meanwhile to ranks that are reached over the network, frame heads included.
-    """
-
-    total_us: list[float]
-    cast_us: list[float]
-    copy_us: list[float]
-    sum_us: list[float]
-    wait_us: list[float]
-    bytes: OperationBytes
-    lanes: dict[str, int]
-
-
-class DeviceEpPlan(TypedDict):
-    """Parameters of a measurement in GPU memory; `clock` is the GPU's, by events, or the host's."""
-
-    mode: Literal["dispatch", "combine", "e2e"]
-    clock: Literal["gpu", "host"]
-    cached: bool
-    iters: int
-    warmup: int
-
-
 class DeviceEpPlace(TypedDict):
     """The GPU of such a measurement, and whether dispatch is given fp8 rows (`cast_before`) or casts them."""
 
     ordinal: int
     num_sms: int | None
     cast_before: bool
-
-
-class DeviceEpSamples(TypedDict):
-    """Raw samples of one rank by iteration, and the bytes of one iteration."""
-
-    samples_us: list[float]
-    bytes: OperationBytes
 
 
 class DeviceEpFacts(TypedDict):
@@ -490,85 +433,3 @@ class DeviceEpFacts(TypedDict):
     num_sms: int
     links: list[str]
     rails: dict[str, int]
-
-
-class RawTcpSamples(TypedDict):
-    """Raw samples of plain TCP sockets, `bytes_per_sample` each; `ways` has the addresses as `10.0.0.1 -> 10.0.0.2`."""
-
-    samples_us: list[float]
-    bytes_per_sample: int
-    ways: list[str]
-
-
-class MeshPlan(TypedDict):
-    """Parameters of a measurement of a mesh.
-
-    `size`: bytes per message; `window`: messages in flight to one rank; `small` and `trips`: bytes and round trips for
-    latency; `patience`: seconds that a rank waits for others that are measuring.
-    """
-
-    size: int
-    iters: int
-    warmup: int
-    window: int
-    small: int
-    trips: int
-    patience: float
-
-
-class MeshPair(TypedDict):
-    """One ordered pair of ranks while all others are idle: the receipt of a message, windows, and half round trips."""
-
-    target: int
-    receipt: ReceiptRecord
-    rate: Samples
-    latency: Samples
-
-
-class MessageRecord(TypedDict):
-    """Timeline of one message of an exchange of all with all, in microseconds from the barrier."""
-
-    target: int
-    posted_us: float
-    matched_us: float
-    copied_us: float
-    finished_us: float
-
-
-class MeshSamples(TypedDict):
-    """Samples of one rank of a mesh, all to all at once (us, and bytes sent).
-
-    `slowest` are the messages of the slowest exchange, `copied` counts the copies of all exchanges.
-    """
-
-    all_us: list[float]
-    all_bytes: int
-    slowest: list[MessageRecord]
-    copied: CopiedRecord
-
-
-class UnpackPlan(TypedDict):
-    """Parameters of a measurement of unpacking; `source` is `pinned` or `device`, `modes` some of kernel, d2d, host."""
-
-    device: str
-    size: int
-    fragment: int
-    source: str
-    modes: list[str]
-    iters: int
-    warmup: int
-
-
-class UnpackTimes(TypedDict):
-    """Samples of one mode of unpacking: total times, and times by the GPU's clock (empty if the host takes part)."""
-
-    samples_us: list[float]
-    gpu_us: list[float]
-
-
-class UnpackSamples(TypedDict):
-    """Samples of a contiguous copy, and of every mode of unpacking as many bytes from a list of `pieces` entries."""
-
-    pieces: int
-    contiguous: UnpackTimes
-    modes: dict[str, UnpackTimes]

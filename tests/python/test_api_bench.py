@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,32 +18,37 @@ import crossrail
 EXAMPLE = Path(__file__).parents[2] / "examples" / "python" / "two_processes.py"
 
 
-def both(pair: Pair, bench: Callable[..., Any], **plan: Any) -> tuple[Any, Any]:
+def case(what: str, **plan: Any) -> str:
+    """The JSON of a case."""
+    return json.dumps({"what": what, "warmup": 20, **plan})
+
+
+def both(pair: Pair, text: str, **end: Any) -> tuple[Any, Any]:
     echoed: list[Any] = []
 
     def echo() -> None:
         try:
-            echoed.append(bench(pair.context, pair.b, pair.to_a, role="echo", **plan))
+            echoed.append(json.loads(crossrail.bench(text, pair.context, pair.b, [pair.to_a], role="echo", **end)))
         except Exception as error:
             echoed.append(error)
 
     thread = threading.Thread(target=echo)
     thread.start()
-    driven = bench(pair.context, pair.a, pair.to_b, role="driver", **plan)
+    driven = json.loads(crossrail.bench(text, pair.context, pair.a, [pair.to_b], **end))
     thread.join()
     return driven, echoed[0]
 
 
 @pytest.mark.parametrize("memory", ["shared", "ordinary"])
 def test_the_loops_return_raw_samples(pair: Pair, memory: str) -> None:
-    samples, echoed = both(pair, crossrail.bench_latency, size=8, iters=200, warmup=20, memory=memory)
+    samples, echoed = both(pair, case("latency", size=8, iters=200), memory=memory)
     assert samples["size"] == 8 and samples["batch"] >= 1 and not echoed["samples_us"]
     assert len(samples["samples_us"]) == -(-200 // samples["batch"]) and min(samples["samples_us"]) > 0
 
-    samples, _ = both(pair, crossrail.bench_bandwidth, size=65536, iters=5, warmup=1, window=16, memory=memory)
+    samples, _ = both(pair, case("bandwidth", size=65536, iters=5, window=16), memory=memory)
     assert len(samples["samples_us"]) == 5 and samples["bytes_per_sample"] == 16 * 65536
 
-    rows, echoed = both(pair, crossrail.bench_p2p, size=(1 << 20) + 3, iters=3, memory=memory)
+    rows, echoed = both(pair, case("p2p", size=(1 << 20) + 3, iters=3, warmup=2, verify="full"), memory=memory)
     assert rows == echoed and len(rows) == 3
     for row in rows:
         for end in (row["sender"], row["receiver"]):
@@ -56,27 +61,39 @@ def test_different_plans_are_refused_at_both_ends(shm: Pair) -> None:
 
     def echo() -> None:
         try:
-            crossrail.bench_latency(shm.context, shm.b, shm.to_a, role="echo", size=8, iters=10)
+            crossrail.bench(case("latency", size=8, iters=10), shm.context, shm.b, [shm.to_a], role="echo")
         except crossrail.MismatchError as error:
             failures.append(error)
 
     thread = threading.Thread(target=echo)
     thread.start()
     with pytest.raises(crossrail.MismatchError, match="size=16"):
-        crossrail.bench_latency(shm.context, shm.a, shm.to_b, role="driver", size=16, iters=10)
+        crossrail.bench(case("latency", size=16, iters=10), shm.context, shm.a, [shm.to_b])
     thread.join()
     assert len(failures) == 1
 
 
 @pytest.mark.parametrize("wrong", [{"role": "drummer"}, {"memory": "imaginary"}])
-def test_unknown_words_are_refused(shm: Pair, wrong: dict[str, str]) -> None:
+def test_unknown_words_are_refused(shm: Pair, wrong: dict[str, Any]) -> None:
     with pytest.raises(crossrail.UsageError, match=next(iter(wrong.values()))):
-        crossrail.bench_latency(
-            shm.context,
-            shm.a,
-            shm.to_b,
-            **{"role": "driver", "size": 8, "iters": 1} | wrong,  # type: ignore[arg-type]
-        )
+        crossrail.bench(case("latency", size=8, iters=1), shm.context, shm.a, [shm.to_b], **wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("latency", "no case"),
+        (case("dance", size=8, iters=1), "dance"),
+        (case("latency", size=-8, iters=1), "-8"),
+        (case("latency", size=8), "iters"),
+        (case("latency", size=8, iters=1, window=4), "window"),
+        (case("latency", size=8, iters=1), "needs a worker"),
+        (case("experts", mode="e2e", layout="expert", cached=False, iters=1), "needs a buffer"),
+    ],
+)
+def test_a_case_that_is_none_or_lacks_its_end_is_refused(shm: Pair, text: str, why: str) -> None:
+    with pytest.raises(crossrail.UsageError, match=why):
+        crossrail.bench(text, shm.context)
 
 
 def test_progress_is_told_and_may_end_the_run(shm: Pair) -> None:
@@ -91,22 +108,21 @@ def test_progress_is_told_and_may_end_the_run(shm: Pair) -> None:
             raise EnoughError
 
     ended: list[BaseException] = []
+    endless = case("latency", size=8, iters=2**31)
 
     def echo() -> None:
         try:
-            crossrail.bench_latency(shm.context, shm.b, shm.to_a, role="echo", size=8, iters=2**31)
+            crossrail.bench(endless, shm.context, shm.b, [shm.to_a], role="echo")
         except crossrail.CrossrailError as error:
             ended.append(error)
 
     thread = threading.Thread(target=echo)
     thread.start()
     with pytest.raises(EnoughError):
-        crossrail.bench_latency(
-            shm.context, shm.a, shm.to_b, role="driver", size=8, iters=2**31, on_progress=on_progress
-        )
+        crossrail.bench(endless, shm.context, shm.a, [shm.to_b], on_progress=on_progress)
     shm.a.close()
     thread.join(20)
-    assert ended and [total for _, total in seen] == [2**31 + 100] * 3
+    assert ended and [total for _, total in seen] == [2**31 + 20] * 3
     assert seen == sorted(seen)
 
 

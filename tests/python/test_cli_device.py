@@ -1,15 +1,17 @@
-"""How the two ends of a bench agree on where their memory is, without a GPU: each names its own."""
+"""Agreement of the two ends of a bench on the place of their memory, without a GPU: each names its own."""
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from crossrail_tools.cli.cases import Bandwidth, Latency, P2p, RawTcp, Unpack, Write, ordered
 from crossrail_tools.cli.failure import Failure
 from crossrail_tools.cli.point_to_point.driver import _Driver, _hello
-from crossrail_tools.cli.point_to_point.listener import _agree, _buffer_of
+from crossrail_tools.cli.point_to_point.listener import _agree, _ordered
 from crossrail_tools.cli.point_to_point.options import BenchOptions, plans
 
 
@@ -147,12 +149,42 @@ def test_ends_with_gpus_or_rails_keep_their_processors() -> None:
     assert cpu("p2p", pin=[2, 3]) == 3
 
 
+ORDER = Latency(8, 10, 1).order()
+
+
 @pytest.mark.parametrize("memory", [None, 3, "", "cuda", "cuda:x", "cuda:0,cuda:1", "tape"])
 def test_memory_that_makes_no_sense_is_refused(memory: Any) -> None:
     with pytest.raises(Failure, match="unknown here"):
-        _buffer_of({"memory": memory, "size": 8})
+        _ordered({"memory": memory, "case": ORDER})
 
 
 def test_memory_that_is_known() -> None:
     for memory in ("shared", "ordinary", "cuda:0", "cuda:12"):
-        assert _buffer_of({"memory": memory, "size": 8}) == (8, memory)
+        assert _ordered({"memory": memory, "case": ORDER}) == (Latency(8, 10, 1), memory)
+
+
+def test_every_case_that_may_be_ordered_survives_the_way() -> None:
+    unpack = Unpack("cuda:0", 64, 8, "pinned", ["kernel"], 1, 1)
+    for case in (Write(8, 1, 1), Bandwidth(8, 1, 1, 4), P2p(8, 1, 1, "quick"), RawTcp(8, 1, 2), unpack):
+        assert ordered(json.loads(json.dumps(case.order()))).order() == json.loads(json.dumps(case.order()))
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        None,
+        [],
+        {},
+        {**ORDER, "what": "net-plugin"},
+        {**ORDER, "what": ["latency"]},
+        {**ORDER, "path": "/tmp/plugin.so"},
+        {"what": "latency", "size": 8},
+        {**ORDER, "size": -1},
+        {**ORDER, "size": True},
+        {**ORDER, "size": 1 << 63},
+        {**ORDER, "size": "8"},
+    ],
+)
+def test_orders_that_make_no_sense_are_refused(order: Any) -> None:
+    with pytest.raises(Failure, match="the driving end requested"):
+        ordered(order)

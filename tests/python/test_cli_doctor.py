@@ -387,10 +387,10 @@ def test_a_kernel_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> No
     def refuse(*unused: Any) -> Any:
         raise crossrail.UnsupportedError("unpack: no compiler", detail="no compiler")
 
-    monkeypatch.setattr(gpus, "bench_unpack", refuse)
+    monkeypatch.setattr(gpus.Unpack, "run", refuse)
     (one,) = found(gpus.kernels, with_gpus(1))
     assert (one.severity, one.subject, one.fix) == ("error", "cuda:0", "CROSSRAIL_UNPACK=d2d needs no compiler")
-    monkeypatch.setattr(gpus, "bench_unpack", lambda *_: {"modes": {"d2d": {"samples_us": [16777.216]}}})
+    monkeypatch.setattr(gpus.Unpack, "run", lambda *_: {"modes": {"d2d": {"samples_us": [16777.216]}}})
     (good,) = found(gpus.pinned_memory, with_gpus(1))
     assert good.severity == "ok" and "1.00 GB/s" in good.evidence
 

@@ -120,9 +120,8 @@ def test_a_bench_without_workers_writes_a_file_without_tracks(
     """`bench unpack`: it needs a GPU, so what it measures is made up."""
     times = {"samples_us": [3.0, 4.0], "gpu_us": []}
     monkeypatch.setattr(unpack, "known_gpus", lambda *_: None)
-    monkeypatch.setattr(
-        unpack, "bench_unpack", lambda *_, **__: {"pieces": 2, "contiguous": times, "modes": {"d2d": times}}
-    )
+    found = {"pieces": 2, "contiguous": times, "modes": {"d2d": times}}
+    monkeypatch.setattr(unpack.Unpack, "run", lambda *_, **__: found)
     out = tmp_path / "bench.json"
     options = unpack.UnpackOptions(
         device="cuda:0", fragments=[4096], sizes=[8192], sources=["pinned"], modes=["d2d"], trace=str(out)

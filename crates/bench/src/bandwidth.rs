@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use crossrail_types::{Error, ErrorKind, Result};
+use serde::Deserialize;
 
 use crate::Samples;
 use crate::area::Area;
@@ -12,7 +13,8 @@ const REPLY_LEN: usize = 4;
 const MAX_WINDOW: usize = 4096;
 
 /// What [`bandwidth`] does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct BandwidthPlan {
     /// Message size in bytes, 0 included.
     pub size: usize,

@@ -7,6 +7,7 @@ use crossrail_control::Group;
 use crossrail_ep_cuda::{DeviceBuffer, DeviceOptions};
 use crossrail_ep_host::{Config, ExpertBuffer};
 use crossrail_types::{Error, ErrorKind, Result};
+use serde::{Deserialize, Serialize, Serializer};
 
 use crate::session::Observer;
 
@@ -14,7 +15,8 @@ use crate::session::Observer;
 const NAME: &str = "bench-control";
 
 /// One step; a round is a sequence of steps.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Step {
     /// The constructor: memory, worker, announcement.
     Init,
@@ -54,7 +56,7 @@ impl Step {
     }
 }
 
-/// What to measure; equal on every rank.
+/// Parameters; equal on every rank.
 #[derive(Clone, Debug)]
 pub struct ControlPlan {
     /// The buffers' parameters. Ranks 0 to `ranks - 1` all take part.
@@ -89,6 +91,20 @@ impl StepSamples {
     }
 }
 
+/// The samples of steps. As JSON: microseconds by step, and by `step/part`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ControlSamples(pub Vec<StepSamples>);
+
+impl Serialize for ControlSamples {
+    fn serialize<S: Serializer>(&self, output: S) -> std::result::Result<S::Ok, S::Error> {
+        output.collect_map(self.0.iter().flat_map(|StepSamples { step, us, parts }| {
+            let name = step.name();
+            let parts = parts.iter().map(move |(part, us)| (format!("{name}/{part}"), us));
+            std::iter::once((name.to_owned(), us)).chain(parts)
+        }))
+    }
+}
+
 /// Measures the steps on this rank of `group`; every rank calls it with the same plan.
 ///
 /// A barrier precedes each step, outside of its time. After a connect, also outside of its time, all ranks synchronise over
@@ -102,7 +118,7 @@ pub fn control(
     context: &Context,
     plan: &ControlPlan,
     observer: &mut dyn Observer,
-) -> Result<Vec<StepSamples>> {
+) -> Result<ControlSamples> {
     let steps = plan.only.map_or(&Step::CYCLE[..], Step::round);
     let none = |step: &Step| StepSamples { step: *step, us: Vec::with_capacity(plan.rounds), parts: Vec::new() };
     let mut samples: Vec<StepSamples> = steps.iter().map(none).collect();
@@ -124,7 +140,7 @@ pub fn control(
         }
     }
     samples.retain(|samples| plan.only.is_none_or(|only| only == samples.step));
-    Ok(samples)
+    Ok(ControlSamples(samples))
 }
 
 fn micros(took: Duration) -> f64 {

@@ -10,29 +10,35 @@ use crossrail_ep_host::{
     Bytes, CombineOptions, DispatchOptions, ExpertBuffer, Handle, Input, Layout, LinkKind, Tensor, TensorMut, Timing,
 };
 use crossrail_types::{Error, ErrorKind, Result};
+use serde::{Deserialize, Serialize};
 
+use crate::form::LayoutName;
 use crate::session::Observer;
 
 /// Interval of progress reports.
 const REPORT_INTERVAL: Duration = Duration::from_millis(100);
 
 /// What one sample times.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum EpMode {
     /// A dispatch.
     Dispatch,
     /// A combine.
     Combine,
     /// A dispatch and its combine, without a pause in between.
+    #[serde(rename = "e2e")]
     EndToEnd,
 }
 
 /// What to measure; equal on every rank.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct EpPlan {
     /// What one sample times.
     pub mode: EpMode,
     /// The layout of the dispatch.
+    #[serde(with = "LayoutName")]
     pub layout: Layout,
     /// Whether dispatches reuse the routing of the first, so that no metadata is exchanged.
     pub cached: bool,
@@ -51,7 +57,7 @@ pub struct EpWork {
 }
 
 /// Raw samples of this rank in microseconds, one of each kind per timed iteration. Nothing is subtracted.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct EpSamples {
     /// From the call until the operation is finished.
     pub total_us: Vec<f64>,
@@ -64,9 +70,18 @@ pub struct EpSamples {
     /// Part of it: waiting for other ranks.
     pub wait_us: Vec<f64>,
     /// Bytes moved by all timed iterations together.
+    #[serde(with = "BytesOf")]
     pub bytes: Bytes,
     /// Bytes sent meanwhile by each lane to ranks that are reached over the network, frame heads and barriers included.
     pub lanes: BTreeMap<String, u64>,
+}
+
+#[derive(Serialize)]
+#[serde(remote = "Bytes")]
+pub(crate) struct BytesOf {
+    logical: u64,
+    wire: u64,
+    network: u64,
 }
 
 /// Measures at this rank of `buffer`; every rank calls it with the same plan. `context` allocates the memory of the sums.

@@ -15,8 +15,9 @@ use crossrail_ep_cuda::{
     RegionLease, Split, Traffic,
 };
 use crossrail_types::{Error, ErrorKind, Result};
+use serde::{Deserialize, Serialize};
 
-use crate::ep::EpMode;
+use crate::ep::{BytesOf, EpMode};
 use crate::ep_memory::{DeviceEpWork, Tensors, most_rows, scale_columns, usage};
 use crate::session::Observer;
 
@@ -26,7 +27,8 @@ const REPORT_INTERVAL: Duration = Duration::from_millis(100);
 const POISON: u8 = 0xA5;
 
 /// The clock of a measurement.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Clock {
     /// The GPU's: events around the operation, which the host enqueues before the GPU reaches it.
     Gpu,
@@ -35,7 +37,8 @@ pub enum Clock {
 }
 
 /// What to measure; equal on every rank.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct DeviceEpPlan {
     /// What one sample times.
     pub mode: EpMode,
@@ -50,11 +53,13 @@ pub struct DeviceEpPlan {
 }
 
 /// This rank's raw samples.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct DeviceEpSamples {
     /// Microseconds of each timed iteration.
+    #[serde(rename = "samples_us")]
     pub us: Vec<f64>,
     /// Bytes moved by one iteration.
+    #[serde(with = "BytesOf")]
     pub bytes: Bytes,
 }
 

@@ -3,13 +3,15 @@
 use std::time::Instant;
 
 use crossrail_types::Result;
+use serde::Deserialize;
 
 use crate::Samples;
 use crate::area::Area;
 use crate::session::{Flight, Progress, Role, Session, clock_us, whole};
 
 /// What [`latency`] does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct LatencyPlan {
     /// Message size in bytes, 0 included.
     pub size: usize,

@@ -11,10 +11,12 @@
 mod alltoallv;
 mod area;
 mod bandwidth;
+mod case;
 mod control;
 mod ep;
 mod ep_cuda;
 mod ep_memory;
+mod form;
 mod latency;
 mod mesh;
 mod net_plugin;
@@ -29,7 +31,8 @@ mod write;
 pub use alltoallv::Alltoallv;
 pub use area::MemoryKind;
 pub use bandwidth::{BandwidthPlan, bandwidth};
-pub use control::{ControlPlan, Step, StepSamples, control};
+pub use case::{Case, ControlCase, End, MeshPairCase, json, parsed, run};
+pub use control::{ControlPlan, ControlSamples, Step, StepSamples, control};
 pub use ep::{EpMode, EpPlan, EpSamples, EpWork, expert_parallel};
 pub use ep_cuda::{Clock, DeviceEp, DeviceEpPlan, DeviceEpSamples, Parts};
 pub use ep_memory::DeviceEpWork;
@@ -38,13 +41,13 @@ pub use mesh::{AllSamples, MeshPlan, MeshRank, MessageTimes, PairSamples, mesh_a
 pub use net_plugin::{NetPluginPlan, net_plugin};
 pub use p2p::{P2pIteration, P2pPlan, Verify, p2p};
 pub use raw::{RawTcpPlan, RawTcpSamples, raw_tcp};
-pub use report::{Share, TransferReport};
+pub use report::{Share, TransferEnd, TransferReport};
 pub use session::{Observer, Role, Session, Unobserved, stop};
 pub use unpack::{UnpackFrom, UnpackPlan, UnpackSamples, UnpackTimes, unpack};
 pub use write::write_latency;
 
 /// Raw samples of one measurement. Nothing is subtracted and nothing is omitted.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, serde::Serialize)]
 pub struct Samples {
     /// Message size in bytes.
     pub size: usize,

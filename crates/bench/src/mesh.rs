@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use crossrail::{Context, Endpoint, Worker};
 use crossrail_types::{Error, ErrorKind, Result};
+use serde::{Deserialize, Serialize, Serializer};
 
 use crate::area::Area;
 use crate::session::{Flight, Observer, Progress, Role, Session, flight, whole};
@@ -14,8 +15,9 @@ use crate::{
 const BARRIER: u64 = crate::session::TAGS | 4;
 const ALL: u64 = crate::session::TAGS | 5;
 
-/// What [`mesh`] does; the same on every rank.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Parameters of a mesh; equal on every rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct MeshPlan {
     /// Bytes of one message.
     pub size: usize,
@@ -30,6 +32,7 @@ pub struct MeshPlan {
     /// Round trips of these.
     pub trips: usize,
     /// How long a rank waits for others that are measuring.
+    #[serde(deserialize_with = "crate::form::seconds")]
     pub patience: Duration,
 }
 
@@ -50,11 +53,12 @@ pub struct MeshRank<'a> {
 }
 
 /// What one rank measured as the sender to another while all other ranks were idle.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct PairSamples {
     /// The rank that received.
     pub target: usize,
     /// The receipt of one message of this size.
+    #[serde(rename = "receipt")]
     pub transfer: TransferReport,
     /// Windows, as [`bandwidth`] measures them.
     pub rate: Samples,
@@ -63,7 +67,7 @@ pub struct PairSamples {
 }
 
 /// What one rank of a mesh measured while all ranks sent to all others.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct AllSamples {
     /// Microseconds from the barrier until everything that this rank sent has arrived.
     pub all_us: Vec<f64>,
@@ -72,22 +76,31 @@ pub struct AllSamples {
     /// When each message of the slowest exchange was posted, matched and finished, in the order of posting.
     pub slowest: Vec<MessageTimes>,
     /// Number of copies from and to this rank's GPU in the timed exchanges.
+    #[serde(serialize_with = "by_engine")]
     pub copied: u64,
 }
 
+fn by_engine<S: Serializer>(copied: &u64, output: S) -> std::result::Result<S::Ok, S::Error> {
+    output.collect_map([("by_engine", copied)])
+}
+
 /// The times of one message, in microseconds from the barrier.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct MessageTimes {
     /// The rank that received.
     pub target: usize,
     /// The send was posted.
+    #[serde(rename = "posted_us")]
     pub posted: f64,
     /// The receiver had matched it.
+    #[serde(rename = "matched_us")]
     pub matched: f64,
     /// The copy was complete, if this rank made a single copy. It is requested when the message is matched, and queues
     /// behind other copies of this GPU. 0 if the receiver copied, or if the message was sent in chunks.
+    #[serde(rename = "copied_us")]
     pub copied: f64,
     /// This rank noticed its completion, after that of all messages posted before it.
+    #[serde(rename = "finished_us")]
     pub finished: f64,
 }
 
@@ -152,7 +165,7 @@ fn pair(mine: &mut MeshRank<'_>, other: usize, role: Role, plan: MeshPlan) -> Re
     let mut transfers = p2p(session, P2pPlan { size, iters: 1, warmup: 0, verify: Verify::Full })?;
     let rate = bandwidth(session, BandwidthPlan { size, iters, warmup, window })?;
     let latency = latency(session, LatencyPlan { size: plan.small, iters: plan.trips, warmup: plan.trips.min(10) })?;
-    let transfer = transfers.pop().map(|one| one.sender).unwrap_or_default();
+    let transfer = transfers.pop().map(|one| one.sender.receipt).unwrap_or_default();
     Ok(PairSamples { target: other, transfer, rate, latency })
 }
 

@@ -9,11 +9,12 @@ use std::time::{Duration, Instant};
 use crossrail::Request;
 use crossrail_nccl_driver::{Assignment, Diverted, Lanes, Memory, Network, Plugin, Receiver, Sender, Transfer};
 use crossrail_types::{Error, ErrorKind, Result};
+use serde::Deserialize;
 
 use crate::area::Area;
 use crate::p2p::{P2pIteration, P2pPlan};
 use crate::pattern;
-use crate::report::{Share, TransferReport, decode, encode};
+use crate::report::{Share, TransferEnd, TransferReport};
 use crate::session::{Flight, POLL_INTERVAL, Progress, Role, Session, TAGS, flight, stopped};
 
 /// Assignments of chunks, and failures.
@@ -26,7 +27,8 @@ const FAILED: u8 = 1;
 const ROUNDS: u32 = 256;
 
 /// What [`net_plugin`] does.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct NetPluginPlan {
     /// The plugin's library at this end.
     pub path: PathBuf,
@@ -69,7 +71,7 @@ pub fn net_plugin(session: &mut Session<'_>, plan: &NetPluginPlan) -> Result<Vec
     }
     if let Some(row) = rows.first_mut() {
         let mine = if session.role == Role::Driver { &mut row.sender } else { &mut row.receiver };
-        mine.notes.splice(0..0, notes);
+        mine.receipt.notes.splice(0..0, notes);
     }
     Ok(rows)
 }
@@ -329,12 +331,8 @@ fn report(
         session.judge(verified)?;
     }
     let us = spent.as_secs_f64() * 1e6;
-    let report = report_of(session, us, transfer);
-    let (other_us, other) = decode(&session.exchange(&encode(us, &report))?)?;
-    Ok(match session.role {
-        Role::Driver => P2pIteration { us_sender: us, us_receiver: other_us, sender: report, receiver: other },
-        Role::Echo => P2pIteration { us_sender: other_us, us_receiver: us, sender: other, receiver: report },
-    })
+    let receipt = report_of(session, us, transfer);
+    P2pIteration::exchanged(session, TransferEnd { us, receipt })
 }
 
 fn report_of(session: &Session<'_>, us: f64, transfer: Transfer) -> TransferReport {

@@ -2,14 +2,16 @@
 
 use std::time::Instant;
 
-use crossrail_types::{Error, ErrorKind, Result};
+use crossrail_types::Result;
+use serde::{Deserialize, Serialize};
 
 use crate::area::Area;
-use crate::report::{TransferReport, decode, encode};
+use crate::report::{TransferEnd, decode, encode};
 use crate::session::{Progress, Role, Session, stopped, whole};
 
 /// Which transfers the receiver clears its memory for, and verifies byte by byte. No choice changes what is timed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Verify {
     /// Every one.
     #[default]
@@ -21,7 +23,7 @@ pub enum Verify {
 }
 
 impl Verify {
-    /// Whether transfer `number` of `total` is verified.
+    /// True if transfer `number` of `total` is verified.
     pub(crate) fn covers(self, number: usize, total: usize) -> bool {
         match self {
             Verify::Full => true,
@@ -31,23 +33,9 @@ impl Verify {
     }
 }
 
-impl std::str::FromStr for Verify {
-    type Err = Error;
-
-    /// `full`, `quick` or `none`; `Usage` for anything else.
-    fn from_str(text: &str) -> Result<Verify> {
-        match text {
-            "full" => Ok(Verify::Full),
-            "quick" => Ok(Verify::Quick),
-            "none" => Ok(Verify::None),
-            other => Err(Error::new(ErrorKind::Usage, "bench", format!("no verification {other:?}"))
-                .with_hint("full, quick or none")),
-        }
-    }
-}
-
 /// What [`p2p`] does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct P2pPlan {
     /// Bytes of one transfer.
     pub size: usize,
@@ -60,16 +48,23 @@ pub struct P2pPlan {
 }
 
 /// One transfer as both ends saw it.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct P2pIteration {
-    /// Microseconds from the send until its delivery was confirmed.
-    pub us_sender: f64,
-    /// Microseconds from the start signal to the sender until every byte was received.
-    pub us_receiver: f64,
-    /// The sender's receipt: what each lane carried and where the time went.
-    pub sender: TransferReport,
-    /// The receiver's receipt.
-    pub receiver: TransferReport,
+    /// The sender, from the send until its delivery was confirmed.
+    pub sender: TransferEnd,
+    /// The receiver, from the start signal to the sender until every byte was received.
+    pub receiver: TransferEnd,
+}
+
+impl P2pIteration {
+    /// This end's times and receipt, with those of the other end.
+    pub(crate) fn exchanged(session: &mut Session<'_>, mine: TransferEnd) -> Result<P2pIteration> {
+        let other = decode(&session.exchange(&encode(&mine))?)?;
+        Ok(match session.role {
+            Role::Driver => P2pIteration { sender: mine, receiver: other },
+            Role::Echo => P2pIteration { sender: other, receiver: mine },
+        })
+    }
 }
 
 /// Transfers from the driver to the echo end, one at a time. The receiver clears its memory before a transfer that is
@@ -119,7 +114,7 @@ fn transfer(
     expected: Option<u64>,
     progress: &mut Progress,
 ) -> Result<P2pIteration> {
-    let (us, report) = match session.role {
+    let mine = match session.role {
         Role::Driver => send(session, data, go, progress)?,
         Role::Echo => receive(session, data, go, expected.is_some(), progress)?,
     };
@@ -127,22 +122,16 @@ fn transfer(
         let outcome = if session.role == Role::Echo { data.verify(seed) } else { Ok(()) };
         session.judge(outcome)?;
     }
-    let other = session.exchange(&encode(us, &report))?;
-    let (other_us, other) = decode(&other)?;
-    Ok(match session.role {
-        Role::Driver => P2pIteration { us_sender: us, us_receiver: other_us, sender: report, receiver: other },
-        Role::Echo => P2pIteration { us_sender: other_us, us_receiver: us, sender: other, receiver: report },
-    })
+    P2pIteration::exchanged(session, mine)
 }
 
-fn send(session: &mut Session<'_>, data: &Area, go: &Area, progress: &mut Progress) -> Result<(f64, TransferReport)> {
+fn send(session: &mut Session<'_>, data: &Area, go: &Area, progress: &mut Progress) -> Result<TransferEnd> {
     let ready = session.recv_reply(go)?;
     session.finish(ready, progress)?;
     let began = Instant::now();
     let request = session.send(data)?;
     let receipt = session.finish(request, progress)?;
-    let us = began.elapsed().as_secs_f64() * 1e6;
-    Ok((us, TransferReport::from(&receipt)))
+    Ok(TransferEnd { us: began.elapsed().as_secs_f64() * 1e6, receipt: (&receipt).into() })
 }
 
 fn receive(
@@ -151,7 +140,7 @@ fn receive(
     go: &Area,
     clear: bool,
     progress: &mut Progress,
-) -> Result<(f64, TransferReport)> {
+) -> Result<TransferEnd> {
     if clear {
         data.clear()?;
     }
@@ -162,5 +151,5 @@ fn receive(
     let us = began.elapsed().as_secs_f64() * 1e6;
     session.finish(ready, progress)?;
     whole(&receipt, data.buffer().len())?;
-    Ok((us, TransferReport::from(&receipt)))
+    Ok(TransferEnd { us, receipt: (&receipt).into() })
 }

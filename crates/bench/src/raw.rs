@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use crossrail_types::{Error, ErrorKind, Reason, Result, Settings};
+use serde::{Deserialize, Serialize};
 use socket2::{Domain, Protocol, Socket, Type};
 
 use crate::session::{Role, Session};
@@ -25,7 +26,8 @@ const DONE: u32 = u32::MAX;
 const TOKEN_LEN: usize = 16;
 
 /// What [`raw_tcp`] does.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct RawTcpPlan {
     /// Bytes of one iteration.
     pub size: usize,
@@ -38,7 +40,7 @@ pub struct RawTcpPlan {
 }
 
 /// Raw samples of the raw sockets.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct RawTcpSamples {
     /// Microseconds from the first byte until the receiver confirmed the last one; empty at the echo end.
     pub samples_us: Vec<f64>,

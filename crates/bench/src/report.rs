@@ -1,14 +1,14 @@
-//! What the two ends of a transfer report to each other.
+//! Reports that the two ends of a transfer exchange.
 
 use crossrail::{HeldTimes, Receipt};
 use crossrail_types::{Error, ErrorKind, Result};
+use serde::{Deserialize, Serialize};
 
-/// Upper bounds on the rows and notes of a report and on its texts: the other end is not trusted.
-const MAX_ROWS: usize = 1024;
+/// Upper bound on a text of a report; a report has at most as many bytes as a control message.
 const MAX_TEXT: usize = 1024;
 
 /// The bytes that one lane carried.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Share {
     /// The lane, as `tcp/eth1`.
     pub name: String,
@@ -21,7 +21,7 @@ pub struct Share {
 }
 
 /// A receipt as plain data, from either end. Times are in microseconds.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct TransferReport {
     /// Payload bytes.
     pub bytes: u64,
@@ -50,9 +50,27 @@ pub struct TransferReport {
     /// Chunks waited for a bounce slot.
     pub slot_us: f64,
     /// For how long the transfer waited for staging at the reporting end.
+    #[serde(with = "Held")]
     pub held: HeldTimes,
     /// Events during the transfer.
     pub notes: Vec<String>,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(remote = "HeldTimes")]
+struct Held {
+    pack_us: f64,
+    unpack_us: f64,
+    slot_us: f64,
+}
+
+/// One end of a transfer: its time in microseconds, and its receipt.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct TransferEnd {
+    /// Microseconds.
+    pub us: f64,
+    /// Bytes by lane, and durations by stage.
+    pub receipt: TransferReport,
 }
 
 impl From<&Receipt> for TransferReport {
@@ -83,124 +101,28 @@ impl From<&Receipt> for TransferReport {
     }
 }
 
-/// Encodes little-endian words; texts are preceded by their length.
-pub(crate) fn encode(us: f64, report: &TransferReport) -> Vec<u8> {
-    let mut out = Vec::with_capacity(256);
-    let stages = [report.match_us, report.window_us, report.wire_us, report.copy_us];
-    let staging = [report.pack_us, report.unpack_us, report.slot_us];
-    let held = [report.held.pack_us, report.held.unpack_us, report.held.slot_us];
-    for time in [us].into_iter().chain(stages).chain(staging).chain(held) {
-        out.extend_from_slice(&time.to_le_bytes());
+/// The bytes of a report, its texts cut to their limit.
+pub(crate) fn encode(end: &TransferEnd) -> Vec<u8> {
+    let mut end = end.clone();
+    let TransferReport { peer, protocol, lanes, notes, .. } = &mut end.receipt;
+    for text in [peer, protocol].into_iter().chain(lanes.iter_mut().map(|lane| &mut lane.name)).chain(notes) {
+        let cut = (0..=MAX_TEXT.min(text.len())).rev().find(|at| text.is_char_boundary(*at));
+        text.truncate(cut.unwrap_or(0));
     }
-    out.extend_from_slice(&report.bytes.to_le_bytes());
-    out.extend_from_slice(&report.tag.to_le_bytes());
-    out.extend_from_slice(&u64::from(report.pushed).to_le_bytes());
-    put_text(&mut out, &report.peer);
-    put_text(&mut out, &report.protocol);
-    let lanes = &report.lanes[..report.lanes.len().min(MAX_ROWS)];
-    out.extend_from_slice(&(lanes.len() as u64).to_le_bytes());
-    for lane in lanes {
-        put_text(&mut out, &lane.name);
-        for number in [lane.bytes, lane.chunks, lane.resent] {
-            out.extend_from_slice(&number.to_le_bytes());
-        }
-    }
-    let notes = &report.notes[..report.notes.len().min(MAX_ROWS)];
-    out.extend_from_slice(&(notes.len() as u64).to_le_bytes());
-    for note in notes {
-        put_text(&mut out, note);
-    }
-    out
-}
-
-fn put_text(out: &mut Vec<u8>, text: &str) {
-    let mut end = text.len().min(MAX_TEXT);
-    while !text.is_char_boundary(end) {
-        end -= 1;
-    }
-    out.extend_from_slice(&(end as u64).to_le_bytes());
-    out.extend_from_slice(&text.as_bytes()[..end]);
+    // Fails only for sequences of unknown length, which there are none of; the other end refuses an empty report.
+    postcard::to_stdvec(&end).unwrap_or_default()
 }
 
 /// Decodes what [`encode`] made; `Protocol` for anything else.
-pub(crate) fn decode(bytes: &[u8]) -> Result<(f64, TransferReport)> {
-    let mut input = Input(bytes);
-    let us = input.time()?;
-    let (match_us, window_us, wire_us, copy_us) = (input.time()?, input.time()?, input.time()?, input.time()?);
-    let (pack_us, unpack_us, slot_us) = (input.time()?, input.time()?, input.time()?);
-    let held = HeldTimes { pack_us: input.time()?, unpack_us: input.time()?, slot_us: input.time()? };
-    let (bytes, tag, pushed) = (input.number()?, input.number()?, input.number()? != 0);
-    let (peer, protocol) = (input.text()?, input.text()?);
-    let mut lanes = Vec::new();
-    for _ in 0..input.count()? {
-        lanes.push(Share {
-            name: input.text()?,
-            bytes: input.number()?,
-            chunks: input.number()?,
-            resent: input.number()?,
-        });
+pub(crate) fn decode(bytes: &[u8]) -> Result<TransferEnd> {
+    let (end, rest) = postcard::take_from_bytes::<TransferEnd>(bytes).map_err(|error| malformed(&error.to_string()))?;
+    let one = &end.receipt;
+    let stages = [end.us, one.match_us, one.window_us, one.wire_us, one.copy_us, one.pack_us, one.unpack_us];
+    let waits = [one.slot_us, one.held.pack_us, one.held.unpack_us, one.held.slot_us];
+    if !stages.iter().chain(&waits).all(|time| time.is_finite() && *time >= 0.0) {
+        return Err(malformed("it contains an invalid time"));
     }
-    let mut notes = Vec::new();
-    for _ in 0..input.count()? {
-        notes.push(input.text()?);
-    }
-    if !input.0.is_empty() {
-        return Err(malformed("it continues after its end"));
-    }
-    let report = TransferReport {
-        bytes,
-        tag,
-        peer,
-        protocol,
-        lanes,
-        match_us,
-        window_us,
-        wire_us,
-        copy_us,
-        pushed,
-        pack_us,
-        unpack_us,
-        slot_us,
-        held,
-        notes,
-    };
-    Ok((us, report))
-}
-
-struct Input<'a>(&'a [u8]);
-
-impl Input<'_> {
-    fn word(&mut self) -> Result<[u8; 8]> {
-        let (word, rest) = self.0.split_first_chunk().ok_or_else(|| malformed("it ends early"))?;
-        self.0 = rest;
-        Ok(*word)
-    }
-
-    fn number(&mut self) -> Result<u64> {
-        self.word().map(u64::from_le_bytes)
-    }
-
-    fn time(&mut self) -> Result<f64> {
-        let time = f64::from_le_bytes(self.word()?);
-        if time.is_finite() && time >= 0.0 { Ok(time) } else { Err(malformed("it contains an invalid time")) }
-    }
-
-    fn count(&mut self) -> Result<usize> {
-        match self.number()? {
-            count if count <= MAX_ROWS as u64 => Ok(count as usize),
-            count => Err(malformed(&format!("it claims {count} rows"))),
-        }
-    }
-
-    fn text(&mut self) -> Result<String> {
-        let len = self.number()?;
-        if len > MAX_TEXT as u64 {
-            return Err(malformed(&format!("it claims a text of {len} bytes")));
-        }
-        let (text, rest) = self.0.split_at_checked(len as usize).ok_or_else(|| malformed("it ends early"))?;
-        self.0 = rest;
-        String::from_utf8(text.to_vec()).map_err(|_| malformed("it has a text that is not UTF-8"))
-    }
+    if rest.is_empty() { Ok(end) } else { Err(malformed("it continues after its end")) }
 }
 
 fn malformed(why: &str) -> Error {
@@ -211,9 +133,9 @@ fn malformed(why: &str) -> Error {
 mod tests {
     use super::*;
 
-    fn report() -> TransferReport {
+    fn end() -> TransferEnd {
         let lane = |name: &str| Share { name: name.into(), bytes: 7, chunks: 2, resent: 1 };
-        TransferReport {
+        let receipt = TransferReport {
             bytes: 14,
             tag: 3,
             peer: "a".into(),
@@ -229,19 +151,20 @@ mod tests {
             slot_us: 6.5,
             held: HeldTimes { pack_us: 7.5, unpack_us: 8.5, slot_us: 9.5 },
             notes: vec!["tcp/eth2 was lost".into()],
-        }
+        };
+        TransferEnd { us: 9.25, receipt }
     }
 
     #[test]
     fn a_report_survives_the_way() {
-        assert_eq!(decode(&encode(9.25, &report())).unwrap(), (9.25, report()));
-        let empty = TransferReport::default();
-        assert_eq!(decode(&encode(0.0, &empty)).unwrap(), (0.0, empty));
+        for end in [end(), TransferEnd::default()] {
+            assert_eq!(decode(&encode(&end)).unwrap(), end);
+        }
     }
 
     #[test]
     fn every_cut_and_every_addition_is_refused() {
-        let bytes = encode(9.25, &report());
+        let bytes = encode(&end());
         for len in 0..bytes.len() {
             assert_eq!(decode(&bytes[..len]).unwrap_err().kind, ErrorKind::Protocol, "cut to {len}");
         }
@@ -249,20 +172,26 @@ mod tests {
     }
 
     #[test]
-    fn claims_are_limited_before_anything_is_allocated() {
-        let mut bytes = encode(9.25, &report());
-        bytes[112..120].copy_from_slice(&u64::MAX.to_le_bytes());
-        assert!(decode(&bytes).unwrap_err().detail.contains("text of"));
-        let mut bytes = encode(f64::NAN, &report());
+    fn claims_and_times_that_cannot_be_are_refused() {
+        // Time, bytes and tag, then the length of the peer's name: more than there is memory.
+        let mut bytes = encode(&end())[..10].to_vec();
+        bytes.extend([0xff; 9]);
+        bytes.push(1);
         assert!(decode(&bytes).is_err());
-        bytes[..8].copy_from_slice(&1f64.to_le_bytes());
-        assert!(decode(&bytes).is_ok());
+        // The number of lanes, after two short texts.
+        let mut bytes = encode(&end())[..19].to_vec();
+        bytes.extend([0xff; 9]);
+        bytes.push(1);
+        assert!(decode(&bytes).is_err());
+        for time in [f64::NAN, f64::INFINITY, -1.0] {
+            assert!(decode(&encode(&TransferEnd { us: time, ..end() })).unwrap_err().detail.contains("time"));
+        }
     }
 
     #[test]
     fn long_texts_are_cut_at_a_character() {
-        let long = TransferReport { peer: "é".repeat(MAX_TEXT), ..report() };
-        let (_, back) = decode(&encode(1.0, &long)).unwrap();
-        assert_eq!(back.peer, "é".repeat(MAX_TEXT / 2));
+        let receipt = TransferReport { peer: "é".repeat(MAX_TEXT), ..end().receipt };
+        let back = decode(&encode(&TransferEnd { us: 1.0, receipt })).unwrap();
+        assert_eq!(back.receipt.peer, "é".repeat(MAX_TEXT / 2));
     }
 }

@@ -7,6 +7,7 @@ use crossrail::unpack::cuda::{Context as Gpu, Cuda, DeviceMemory, Event, PinnedM
 use crossrail::unpack::{Piece, Source, Unpacker};
 use crossrail::{Settings, Unpack};
 use crossrail_types::{Error, ErrorKind, Result};
+use serde::{Deserialize, Serialize, Serializer};
 
 use crate::pattern;
 use crate::session::Observer;
@@ -17,7 +18,8 @@ const MOST_AHEAD: usize = 64;
 const SEED: u64 = 0x756e_7061_636b;
 
 /// Where the fragments are before they are unpacked.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum UnpackFrom {
     /// In pinned host memory, as chunks from the network are.
     Pinned,
@@ -26,17 +28,21 @@ pub enum UnpackFrom {
 }
 
 /// What [`unpack`] does.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct UnpackPlan {
     /// The GPU, by number.
+    #[serde(rename = "device", deserialize_with = "crate::form::gpu")]
     pub ordinal: u32,
     /// Bytes in all, at least 1.
     pub size: usize,
     /// Bytes of a fragment, at least 1; the last one may be shorter.
     pub fragment: usize,
     /// Where fragments come from.
+    #[serde(rename = "source")]
     pub from: UnpackFrom,
     /// The ways to compare.
+    #[serde(deserialize_with = "crate::form::modes")]
     pub modes: Vec<Unpack>,
     /// Timed iterations of each.
     pub iters: usize,
@@ -45,7 +51,7 @@ pub struct UnpackPlan {
 }
 
 /// Raw samples of one way, in microseconds.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct UnpackTimes {
     /// From the call until the last byte is in place, the host's part included, one at a time.
     pub samples_us: Vec<f64>,
@@ -55,14 +61,19 @@ pub struct UnpackTimes {
 }
 
 /// What [`unpack`] measured.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct UnpackSamples {
     /// Entries of the list.
     pub pieces: usize,
     /// One contiguous copy of the same size between the same memories: the upper bound.
     pub contiguous: UnpackTimes,
     /// By way, in the order of the plan.
+    #[serde(serialize_with = "by_name")]
     pub modes: Vec<(Unpack, UnpackTimes)>,
+}
+
+fn by_name<S: Serializer>(modes: &[(Unpack, UnpackTimes)], output: S) -> std::result::Result<S::Ok, S::Error> {
+    output.collect_map(modes.iter().map(|(mode, times)| (mode.to_string(), times)))
 }
 
 /// Unpacks `size` bytes of fragments in shuffled slots, in order, into GPU memory, with every mode and the same list.

@@ -98,10 +98,11 @@ fn p2p_tells_what_staging_took() {
             let rows = driver.unwrap();
             assert_eq!(rows, echo.unwrap());
             for row in rows {
-                assert_eq!((row.sender.bytes, row.receiver.bytes), (3_000_001, 3_000_001));
-                assert_eq!(row.sender.protocol, "chunks");
-                assert_eq!(row.sender.pack_us > 0.0, matches!(kinds[0], MemoryKind::Gpu(_)), "{row:?}");
-                assert_eq!(row.receiver.unpack_us > 0.0, matches!(kinds[1], MemoryKind::Gpu(_)), "{row:?}");
+                let (sent, received) = (&row.sender.receipt, &row.receiver.receipt);
+                assert_eq!((sent.bytes, received.bytes), (3_000_001, 3_000_001));
+                assert_eq!(sent.protocol, "chunks");
+                assert_eq!(sent.pack_us > 0.0, matches!(kinds[0], MemoryKind::Gpu(_)), "{row:?}");
+                assert_eq!(received.unpack_us > 0.0, matches!(kinds[1], MemoryKind::Gpu(_)), "{row:?}");
             }
         }
     }
@@ -143,17 +144,17 @@ fn the_stage_that_is_slow_is_the_one_that_was_waited_for() {
             let [driver, echo] = both(&pair, KINDS[0], |session| p2p(session, plan));
             echo.unwrap();
             let row = driver.unwrap().remove(0);
-            (row.sender.held, row.receiver.held, row)
+            (row.sender.receipt.held, row.receiver.receipt.held, row)
         };
         let slow = SLOW.as_micros() as f64;
         source.set_pack_delay(SLOW);
         let (sent, received, row) = run();
-        assert!(sent.pack_us > 0.5 * slow && sent.pack_us <= row.us_sender, "{transport}, packs: {row:?}");
+        assert!(sent.pack_us > 0.5 * slow && sent.pack_us <= row.sender.us, "{transport}, packs: {row:?}");
         assert!(sent.pack_us > received.unpack_us + received.slot_us + sent.slot_us, "{transport}: {row:?}");
         source.set_pack_delay(Duration::ZERO);
         target.set_unpack_delay(SLOW);
         let (sent, received, row) = run();
-        assert!(received.unpack_us > 0.5 * slow && received.unpack_us <= row.us_receiver, "{transport}: {row:?}");
+        assert!(received.unpack_us > 0.5 * slow && received.unpack_us <= row.receiver.us, "{transport}: {row:?}");
         assert!(received.unpack_us > sent.pack_us + received.slot_us + sent.slot_us, "{transport}: {row:?}");
     }
 }
@@ -170,8 +171,11 @@ fn bounce_memory_that_an_unpack_holds_is_waited_for_at_the_sender() {
     let [driver, echo] = both(&pair, KINDS[0], |session| p2p(session, plan));
     echo.unwrap();
     let row = driver.unwrap().remove(0);
-    assert!(row.sender.held.slot_us > 0.5 * SLOW.as_micros() as f64, "{row:?}");
-    assert!(row.receiver.held.unpack_us > row.sender.held.slot_us, "and the receiver knows why: {row:?}");
+    assert!(row.sender.receipt.held.slot_us > 0.5 * SLOW.as_micros() as f64, "{row:?}");
+    assert!(
+        row.receiver.receipt.held.unpack_us > row.sender.receipt.held.slot_us,
+        "and the receiver knows why: {row:?}"
+    );
 }
 
 #[test]

@@ -11,15 +11,16 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import crossrail
-from crossrail._native import bench_control, loopback
+from crossrail._native import loopback
 from crossrail_tools.report import Report, Row, control_rows, counted
 from crossrail_tools.report.control import STEPS
 
+from .cases import Control
 from .ends import ENDED
 from .failure import Failure, UsageFailure, print_notice
 from .options import (
@@ -34,10 +35,11 @@ from .options import (
     add_secret_file,
     add_timeout,
     add_tokens,
+    fields_of,
 )
 from .parsing import Command, Parser, count, positive
 from .parsing import join as join_address
-from .placement import PinnedRanks, Placement, add_nodes, pin_to, placement, shared_gpus
+from .placement import NODE_OPTIONS, PinnedRanks, Placement, add_nodes, pin_to, placement, shared_gpus
 from .processes import Message, Process, scratch_folder
 from .rank_process import Parent, gather, join
 from .ranks import Ranks
@@ -131,28 +133,11 @@ def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
     on_gpus = parsed.device == "cuda"
     every_gpu = parsed.num_processes is None
     where = placement(parser, parsed)
-    work = Work(
-        op=parsed.op,
-        rounds=parsed.rounds,
-        experts_per_rank=parsed.experts_per_rank,
-        tokens=parsed.tokens,
-        hidden=parsed.hidden,
-        topk=parsed.topk,
-        dtype=parsed.dtype,
-        warmup=int(on_gpus) if parsed.warmup is None else parsed.warmup,
-        device=parsed.device,
-    )
-    return ControlOptions(
-        work=work,
-        placement=where,
-        store=parsed.store,
-        every_gpu=every_gpu and where.launch is None,
-        timeout=parsed.timeout,
-        secret_file=parsed.secret_file,
-        json=parsed.json,
-        trace=parsed.trace,
-        pin=parsed.pin or "auto",
-    )
+    parsed.warmup = int(on_gpus) if parsed.warmup is None else parsed.warmup
+    names = [one.name for one in fields(Work)]
+    work = Work(**{name: getattr(parsed, name) for name in names})
+    given = fields_of(parsed, *NODE_OPTIONS, *names)
+    return ControlOptions(work=work, placement=where, every_gpu=every_gpu and where.launch is None, **given)
 
 
 def _numbers(text: str) -> list[int]:
@@ -255,20 +240,18 @@ def serve(parent: Parent, job: Message) -> None:
         # One round after the other, so that an interrupted run has those before.
         rounds = itertools.product(work["experts_per_rank"], range(work["rounds"]))
         for done, (experts, number) in enumerate(rounds, 1):
-            steps = bench_control(
-                group._native,
-                context,
-                op=work["op"],
+            case = Control(
+                only=None if work["op"] == "cycle" else work["op"],
                 rounds=1,
-                max_tokens_per_rank=work["tokens"],
-                hidden=work["hidden"],
-                num_experts=experts * group.size,
-                topk=min(work["topk"], experts * group.size),
-                dispatch_dtype=work["dtype"],
-                device=job["device"],
                 warmup=work["warmup"] if number == 0 else 0,
+                tokens=work["tokens"],
+                hidden=work["hidden"],
+                experts=experts * group.size,
+                topk=min(work["topk"], experts * group.size),
+                dtype=work["dtype"],
+                device=job["device"],
             )
-            everybody = gather(group, f"samples {done}", steps)
+            everybody = gather(group, f"samples {done}", case.run(context, group=group._native))
             if everybody is not None:
                 parent.send("samples", experts_per_rank=experts, samples=dict(enumerate(everybody)), done=done)
         group.barrier("all done")

@@ -13,7 +13,7 @@ from crossrail_tools.report import PeerResult, Report, Round, Row, format_size, 
 from .failure import Failure
 from .kv_ends import TLS, Ends, Place, ends_of, far_end, listen, peer_of
 from .launcher import refuse_launch
-from .options import ROUNDS, RunOptions, add_compare, add_ends, add_iterations, add_output
+from .options import ROUNDS, RunOptions, add_compare, add_ends, add_iterations, add_output, fields_of
 from .parsing import Command, Parser, device_list, names_of, positive, size_list
 from .point_to_point.channel import Channel
 from .reporting import Progress, make_report, show_report
@@ -64,7 +64,7 @@ class KvOptions(RunOptions):
 
     works: list[Work]
     transport: Transport
-    ops: list[Op]
+    ops: list[Op] = field(default_factory=lambda: ["pull", "push"])
     device: list[str] | None = None
     iters: int = ITERS
     warmup: int = WARMUP
@@ -151,23 +151,10 @@ def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
     if parsed.notice:
         size = (parsed.row_sizes or size_list(DEFAULT_ROWS))[0]
         works.append(Work("kv-notice", f"1 row of {format_size(size)} with a notification", ((size, 1, 1),)))
-    return KvOptions(
-        works=works,
-        transport=transport,
-        device=parsed.device,
-        ops=parsed.ops or ["pull", "push"],
-        iters=parsed.iters,
-        warmup=parsed.warmup,
-        rounds=parsed.rounds or ROUNDS,
-        compare=parsed.compare or [],
-        pythons={name: getattr(parsed, f"{name}_python") for name in KNOWN},
-        listen=parsed.listen,
-        connect=parsed.connect,
-        secret_file=parsed.secret_file,
-        timeout=parsed.timeout,
-        json=parsed.json,
-        trace=parsed.trace,
-    )
+    own = ("what", "preset", "row_sizes", "counts", "isl", "page", "batch", "bulk", "notice", "transport")
+    pythons = {name: getattr(parsed, f"{name}_python") for name in KNOWN}
+    given = fields_of(parsed, *own, *(f"{name}_python" for name in KNOWN))
+    return KvOptions(works=works, transport=transport, pythons=pythons, **given)
 
 
 def measure(options: KvOptions, progress: Progress) -> Report:

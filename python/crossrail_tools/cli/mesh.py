@@ -6,14 +6,13 @@ import argparse
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import crossrail
-from crossrail._native import bench_mesh_all, bench_mesh_pair
-from crossrail.records import MeshPair
 from crossrail_tools.report import Report, Row, mesh_rows
 
+from .cases import MeshAll, MeshPair
 from .ends import ENDED
 from .failure import Failure, UsageFailure
 from .options import (
@@ -187,7 +186,7 @@ def _run(options: MeshOptions, progress: Progress) -> tuple[Placement, list[Row]
                 rank,
                 "mesh",
                 {
-                    "plan": _plan(options),
+                    "plan": asdict(_plan(options)),
                     **where.member(rank, store, group),
                     "nodes": where.nodes,
                     "settings": options.settings(),
@@ -219,16 +218,9 @@ def _run(options: MeshOptions, progress: Progress) -> tuple[Placement, list[Row]
     return where, measured.rows(options, where)
 
 
-def _plan(options: MeshOptions) -> Message:
-    return {
-        "size": options.size,
-        "iters": options.iters,
-        "warmup": options.warmup,
-        "window": options.window,
-        "small": min(SMALL, options.size) if options.size else 0,
-        "trips": TRIPS,
-        "patience": LONG_S,
-    }
+def _plan(options: MeshOptions) -> MeshAll:
+    small = min(SMALL, options.size) if options.size else 0
+    return MeshAll(options.size, options.iters, options.warmup, options.window, small, TRIPS, LONG_S)
 
 
 def serve(parent: Parent, job: Message) -> None:
@@ -245,10 +237,11 @@ def serve(parent: Parent, job: Message) -> None:
         places = gather(group, "places", job["device"])
         if places is not None:
             parent.send("places", places=places)
-        plan, memory = job["plan"], job["device"] or job["memory"]
+        everybody_at_once = MeshAll(**job["plan"])
+        end: dict[str, Any] = {"rank": rank, "memory": job["device"] or job["memory"]}
         # Each pair is reported before the next one is measured, so that an interrupted run has those before.
         for source, target in itertools.permutations(range(group.size), 2):
-            samples = bench_mesh_pair(context, worker, peers, plan, (source, target), rank=rank, memory=memory)
+            samples = MeshPair((source, target), everybody_at_once).run(context, worker, peers, **end)
             pair = None if samples is None else _pair(samples, peers, job["memory"])
             if pair is not None:
                 _check(pair, rank, job["transport"])
@@ -256,7 +249,7 @@ def serve(parent: Parent, job: Message) -> None:
                 pair = hand_over(group, f"pair {source} {target}", source, pair, LONG_S)
             if rank == 0:
                 parent.send("pair", source=source, pair=pair)
-        everybody = gather(group, "samples", bench_mesh_all(context, worker, peers, plan, rank=rank, memory=memory))
+        everybody = gather(group, "samples", everybody_at_once.run(context, worker, peers, **end))
         if everybody is not None:
             parent.send("together", ranks=everybody)
         group.barrier("all done")
@@ -280,7 +273,7 @@ def _connected(
     return peers
 
 
-def _pair(pair: MeshPair, peers: list[crossrail.Endpoint | None], memory: str) -> dict[str, Any]:
+def _pair(pair: Message, peers: list[crossrail.Endpoint | None], memory: str) -> dict[str, Any]:
     """The samples of one pair, with the rails that carried its data, and those that should have."""
     endpoint = peers[pair["target"]]
     receipt = pair["receipt"]
@@ -296,11 +289,11 @@ def _pair(pair: MeshPair, peers: list[crossrail.Endpoint | None], memory: str) -
     ]
     return {
         "target": pair["target"],
-        "rate": dict(pair["rate"]),
-        "latency": dict(pair["latency"]),
+        "rate": pair["rate"],
+        "latency": pair["latency"],
         "lanes": lanes,
         "protocol": receipt["protocol"],
-        "notes": list(receipt["notes"]),
+        "notes": receipt["notes"],
         "unused": {} if endpoint is None or memory == "shared" else missed(endpoint),
     }
 

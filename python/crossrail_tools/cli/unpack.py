@@ -6,11 +6,11 @@ import argparse
 from dataclasses import dataclass, field
 from typing import Literal
 
-from crossrail._native import bench_unpack
 from crossrail_tools.report import Report, Row, format_size, unpack_rows
 
+from .cases import Unpack
 from .launcher import refuse_launch
-from .options import UNPACK_MODES, RunOptions, add_iterations, add_output, add_sizes, add_timeout
+from .options import UNPACK_MODES, RunOptions, add_iterations, add_output, add_sizes, add_timeout, fields_of
 from .parsing import Command, Parser, device, names_of, size_list
 from .placement import known_gpus
 from .reporting import Progress, make_report, show_report
@@ -64,18 +64,9 @@ def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
     sizes = parsed.sizes or size_list(DEFAULT_SIZE)
     if min([*fragments, *sizes]) < 1:
         parser.error("--fragments and --size must be at least 1 byte")
-    return UnpackOptions(
-        device=parsed.device,
-        fragments=fragments,
-        sizes=sizes,
-        sources=["device", "pinned"] if parsed.source is None else [parsed.source],
-        modes=parsed.modes or list(UNPACK_MODES),
-        iters=parsed.iters,
-        warmup=parsed.warmup,
-        timeout=parsed.timeout,
-        json=parsed.json,
-        trace=parsed.trace,
-    )
+    parsed.fragments, parsed.sizes = fragments, sizes
+    sources: list[Source] = ["device", "pinned"] if parsed.source is None else [parsed.source]
+    return UnpackOptions(sources=sources, **fields_of(parsed, "what", "source"))
 
 
 def measure(options: UnpackOptions, progress: Progress) -> Report:
@@ -88,19 +79,9 @@ def measure(options: UnpackOptions, progress: Progress) -> Report:
                 title = f"unpack {format_size(size)} from {source}, fragments of {format_size(fragment)}"
                 total = (1 + len(options.modes)) * (options.warmup + options.iters)
                 with progress.task(title, total) as tick:
-                    found = bench_unpack(
-                        context,
-                        {
-                            "device": options.device,
-                            "size": size,
-                            "fragment": fragment,
-                            "source": source,
-                            "modes": options.modes,
-                            "iters": options.iters,
-                            "warmup": options.warmup,
-                        },
-                        on_progress=tick,
-                    )
+                    counts = (options.iters, options.warmup)
+                    case = Unpack(options.device, size, fragment, source, options.modes, *counts)
+                    found = case.run(context, on_progress=tick)
                 like = Row("unpack", "", size, device=options.device, fragment=fragment, origin=source, verified=True)
                 progress.add(unpack_rows(found, like))
     return make_report(options, progress.rows)

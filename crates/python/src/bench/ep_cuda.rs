@@ -3,47 +3,19 @@
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use crossrail_bench::{Clock, DeviceEpPlan, DeviceEpWork, EpMode};
+use crossrail_bench::DeviceEpWork;
 use crossrail_ep_cuda::{DeviceOptions, LinkKind};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
 use super::watch::Watch;
 use crate::borrow::lent::Call;
-use crate::experts::host::{Parameters, bytes_dict, parse_layout};
+use crate::experts::host::{Parameters, parse_layout};
 use crate::objects::context::Context;
 use crate::objects::group::Group;
 use crate::runtime::errors::{self, OrRaise};
 use crate::runtime::gate;
 use crate::runtime::lifecycle::Detached;
-
-/// What a bench of dispatch and combine is to do, as a dict.
-#[derive(FromPyObject)]
-#[pyo3(from_item_all)]
-pub(super) struct Plan {
-    mode: String,
-    clock: String,
-    cached: bool,
-    iters: usize,
-    warmup: usize,
-}
-
-impl Plan {
-    fn native(&self, py: Python<'_>) -> PyResult<DeviceEpPlan> {
-        let mode = match self.mode.as_str() {
-            "dispatch" => EpMode::Dispatch,
-            "combine" => EpMode::Combine,
-            "e2e" => EpMode::EndToEnd,
-            other => return Err(errors::usage(py, "bench", format!("no mode {other:?}"), "dispatch, combine or e2e")),
-        };
-        let clock = match self.clock.as_str() {
-            "gpu" => Clock::Gpu,
-            "host" => Clock::Host,
-            other => return Err(errors::usage(py, "bench", format!("no clock {other:?}"), "gpu or host")),
-        };
-        Ok(DeviceEpPlan { mode, clock, cached: self.cached, iters: self.iters, warmup: self.warmup })
-    }
-}
 
 /// Where a bench's buffer is, as a dict.
 #[derive(FromPyObject)]
@@ -148,34 +120,22 @@ impl DeviceEp {
     ///
     /// Parameters
     /// ----------
-    /// plan : dict
-    ///     `mode` (`dispatch`, `combine` or `e2e`), `clock` (`gpu`: events around the operation; `host`: from the
+    /// plan : str
+    ///     JSON: `mode` (`dispatch`, `combine` or `e2e`), `clock` (`gpu`: events around the operation; `host`: from the
     ///     call until it is complete), `cached`, `iters`, `warmup`.
     /// on_progress : callable, optional
     ///     `on_progress(done, total)`, some ten times per second. An exception in it ends the run.
     ///
     /// Returns
     /// -------
-    /// dict
-    ///     `samples_us`, and the `bytes` of one iteration.
+    /// str
+    ///     JSON: `samples_us`, and the `bytes` of one iteration.
     #[pyo3(signature = (plan, on_progress = None))]
-    fn measure<'py>(
-        &self,
-        py: Python<'py>,
-        plan: Plan,
-        on_progress: Option<Py<PyAny>>,
-    ) -> PyResult<Bound<'py, PyDict>> {
-        let plan = plan.native(py)?;
+    fn measure(&self, py: Python<'_>, plan: &str, on_progress: Option<Py<PyAny>>) -> PyResult<String> {
+        let plan = crossrail_bench::parsed(plan).or_raise(py)?;
         let mut watch = Watch { on_progress: on_progress.as_ref(), raised: None };
-        let outcome = self.with(py, |rig| rig.measure(plan, &mut watch));
-        if let Some(raised) = watch.raised {
-            return Err(raised);
-        }
-        let samples = outcome?;
-        let all = PyDict::new(py);
-        all.set_item("samples_us", samples.us)?;
-        all.set_item("bytes", bytes_dict(py, samples.bytes)?)?;
-        Ok(all)
+        let outcome = self.with(py, |rig| crossrail_bench::json(&rig.measure(plan, &mut watch)?));
+        watch.raised.map_or(outcome, Err)
     }
 
     /// The buffer's `heap_bytes` of GPU memory, `num_sms`, and `links`: how each rank is reached (`self`, `heap`,

@@ -1,11 +1,10 @@
-//! Shared by all measuring loops: signal checks, progress callbacks, and conversion of samples.
+//! Shared by all measuring loops: signal checks and progress callbacks.
 
-use crossrail_bench::{Observer, Samples};
+use crossrail_bench::Observer;
 use crossrail_types::{Error, ErrorKind};
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyDict};
+use pyo3::types::PyBool;
 
-use crate::runtime::dicts::set_fields;
 use crate::runtime::gate;
 
 /// Checks for signals and reports progress to Python; keeps an exception that either raises.
@@ -35,10 +34,4 @@ impl Observer for Watch<'_> {
             }
         }
     }
-}
-
-pub(super) fn samples_dict<'py>(py: Python<'py>, samples: &Samples) -> PyResult<Bound<'py, PyDict>> {
-    let all = PyDict::new(py);
-    set_fields!(all, samples; size, samples_us, batch, clock_us, bytes_per_sample);
-    Ok(all)
 }

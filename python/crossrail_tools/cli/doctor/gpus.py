@@ -10,10 +10,9 @@ import numpy as np
 
 import crossrail
 from crossrail._endings import at_end
-from crossrail._native import bench_unpack
-from crossrail.records import UnpackPlan
 from crossrail_tools.report import format_rate, unpack_rates
 
+from ..cases import Unpack
 from .finding import Found, Machine, mib
 from .second import context_for, pattern, timed_rounds
 from .transports import ROUNDS, connected
@@ -54,17 +53,9 @@ def pinned_memory(machine: Machine) -> Iterable[Found]:
 
 
 def _unpacked(gpu: str, mode: str, source: str, done: str) -> Iterable[Found]:
-    plan: UnpackPlan = {
-        "device": gpu,
-        "size": UNPACKED,
-        "fragment": FRAGMENT,
-        "source": source,
-        "modes": [mode],
-        "iters": 3,
-        "warmup": 1,
-    }
+    case = Unpack(gpu, UNPACKED, FRAGMENT, source, [mode], iters=3, warmup=1)
     try:
-        rates = unpack_rates(bench_unpack(context_for(), plan), UNPACKED)
+        rates = unpack_rates(case.run(context_for()), UNPACKED)
     except crossrail.CrossrailError as error:
         fix = error.hint or ("CROSSRAIL_UNPACK=d2d needs no compiler" if mode == "kernel" else "nvidia-smi; dmesg")
         yield Found("error", error.detail, fix, gpu)

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import crossrail
-from crossrail._native import bench_net_plugin
 from crossrail.errors import UnsupportedError
 from crossrail.nccl import LIBRARY, environment, plugin_path
 from crossrail_tools.report import counted, format_bytes, format_duration_us
 
+from ..cases import NetPlugin, P2p
 from .finding import Found, Machine, text_of
 from .second import context_for, second_process
 
@@ -120,8 +120,7 @@ def plugin(machine: Machine) -> Iterable[Found]:
         job = {"do": "net-plugin", "address": worker.address().hex(), "path": str(path), "size": PLUGIN_BYTES}
         with second_process(job):
             endpoint = worker.accept()
-            ends = (context, worker, endpoint)
-            bench_net_plugin(*ends, role="driver", path=path, size=PLUGIN_BYTES, iters=1, warmup=0, verify="full")
+            NetPlugin(str(path), P2p(PLUGIN_BYTES, iters=1, warmup=0)).run(context, worker, [endpoint])
     yield Found("ok", f"{path.name} loaded by two processes, {format_bytes(PLUGIN_BYTES)} moved and compared")
     wanted = environment()
     unset = [name for name, value in wanted.items() if os.environ.get(name) != value]

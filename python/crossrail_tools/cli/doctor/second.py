@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import crossrail
-from crossrail._native import bench_net_plugin
 
+from ..cases import NetPlugin, P2p
 from ..ends import End
 from ..failure import Failure
 from ..processes import Message
@@ -105,8 +105,7 @@ def _net_plugin(job: Message) -> None:
     context = context_for(tls="tcp", net_devices="lo")
     with crossrail.Worker(context) as worker:
         endpoint = worker.connect(bytes.fromhex(job["address"]))
-        counts: dict[str, Any] = {"size": job["size"], "iters": 1, "warmup": 0}
-        bench_net_plugin(context, worker, endpoint, role="echo", path=job["path"], verify="full", **counts)
+        NetPlugin(job["path"], P2p(job["size"], 1, 0)).run(context, worker, [endpoint], role="echo")
 
 
 class Rounds(NamedTuple):

@@ -5,6 +5,7 @@ The same processes measure every shape of a sweep. Each shape is verified before
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -276,7 +277,7 @@ class _Rank:
         rig = self.rigs[request["way"]]
         tick = self._tick if self.progress and self.group.rank == 0 else None
         self.group.barrier("measure", timeout=STEP_S)
-        found = {**rig.measure(request["plan"], tick)}
+        found = json.loads(rig.measure(json.dumps(request["plan"]), tick))
         facts = rig.facts()
         found |= {"links": facts["links"], "rails": facts["rails"]}
         everybody = gather(self.group, f"samples {request['number']}", found)

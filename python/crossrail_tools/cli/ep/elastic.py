@@ -16,11 +16,10 @@ from dataclasses import asdict
 from typing import Any
 
 import crossrail
-from crossrail._native import bench_ep
-from crossrail.records import EpPlan
 from crossrail_tools.report import PhaseFacts, Report, Row, counted, gb_per_s, with_times
 from crossrail_tools.verify.checking import Difference, Inputs, Work
 
+from ..cases import Experts
 from ..ends import ENDED
 from ..failure import Failure, print_notice
 from ..placement import Placement, pin_to
@@ -326,10 +325,9 @@ class _Rank:
     def measure(self, active: list[int]) -> Message:
         """Times dispatch and combine together: microseconds of each iteration, and the bytes of all of them."""
         mine, y = self.once(active)
-        plan = EpPlan(
-            mode="e2e", layout=self.work.layout, cached=False, iters=self.job["iters"], warmup=self.job["warmup"]
-        )
-        found = bench_ep(self.buffer._native, self.context, plan, mine.x, mine.topk_idx, mine.topk_weights, y)
+        case = Experts("e2e", self.work.layout, False, self.job["iters"], self.job["warmup"])
+        tensors = (mine.x, mine.topk_idx, mine.topk_weights, y)
+        found = case.run(self.context, buffer=self.buffer._native, tensors=tensors)
         return {"total_us": [round(us, 3) for us in found["total_us"]], "bytes": found["bytes"]}
 
     def once(self, active: list[int]) -> tuple[Inputs, Any]:

@@ -8,12 +8,11 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import crossrail
-from crossrail._native import bench_ep
-from crossrail.records import EpPlan
 from crossrail.ref import bits
 from crossrail_tools.report import EpRank, EpTurn, PeerResult, Report, Row, counted, ep_row, format_bytes, with_peers
 from crossrail_tools.verify.checking import Difference, Work
 
+from ..cases import Experts
 from ..ends import ENDED
 from ..failure import Failure
 from ..placement import pin_to
@@ -127,12 +126,11 @@ class _Run:
         """Runs one measurement; None on nodes other than the first."""
         options = self.options
         self.number += 1
-        plan = {"mode": mode, "layout": options.layout, "cached": options.cached}
-        plan |= {"iters": options.iters, "warmup": options.warmup}
+        plan = Experts(mode, options.layout, options.cached, options.iters, options.warmup)
         parts: list[list[Message]] = []
         like = options.row(self.work, mode)
         self.progress.running(lambda: [ep_row(like, [turn])] if (turn := _turn(parts)) is not None else [])
-        ranks.send_all({"do": "measure", "number": self.number, "plan": plan})
+        ranks.send_all({"do": "measure", "number": self.number, "plan": asdict(plan)})
         left = set(self.where.ranks)
         while left:
             rank, message = ranks.next(LONG_S)
@@ -220,13 +218,13 @@ class _Rank:
         It does so in parts, which take a second or so each, so that an interrupted run has those before.
         """
         group = self.group
-        plan: EpPlan = request["plan"]
-        iters, done, part = plan["iters"], 0, min(plan["iters"], FIRST_PART)
+        plan = Experts(**request["plan"])
+        iters, done, part = plan.iters, 0, min(plan.iters, FIRST_PART)
         group.barrier("measure", timeout=STEP_S)
         for number in itertools.count():
             name = f"samples {request['number']}.{number}"
-            warmup = plan["warmup"] if number == 0 else min(plan["warmup"], WARMUP_AGAIN)
-            found = self._part({**plan, "iters": part, "warmup": warmup}, plan, done)
+            warmup = plan.warmup if number == 0 else min(plan.warmup, WARMUP_AGAIN)
+            found = self._part(replace(plan, iters=part, warmup=warmup), plan, done)
             done += part
             if group.rank == 0 and done < iters:
                 pace = sum(found["total_us"]) / 1e6 / part
@@ -241,26 +239,20 @@ class _Rank:
                 break
         self.parent.send("measured")
 
-    def _part(self, plan: EpPlan, whole: EpPlan, before: int) -> dict[str, Any]:
+    def _part(self, plan: Experts, whole: Experts, before: int) -> dict[str, Any]:
         """Measures a part of the iterations of ``whole``, after ``before`` of them."""
         mine, group = self.inputs, self.group
 
         def tick(done: int, total: int) -> None:
-            if before == 0 or done > plan["warmup"]:
-                at = done if before == 0 else whole["warmup"] + before + done - plan["warmup"]
-                self.parent.send("progress", done=at, total=whole["warmup"] + whole["iters"])
+            if before == 0 or done > plan.warmup:
+                at = done if before == 0 else whole.warmup + before + done - plan.warmup
+                self.parent.send("progress", done=at, total=whole.warmup + whole.iters)
 
-        found: dict[str, Any] = dict(
-            bench_ep(
-                self.buffer._native,
-                group.context,
-                plan,
-                mine.x,
-                mine.topk_idx,
-                mine.topk_weights,
-                self.y,
-                on_progress=tick if self.progress and group.rank == 0 else None,
-            )
+        found: dict[str, Any] = plan.run(
+            group.context,
+            buffer=self.buffer._native,
+            tensors=(mine.x, mine.topk_idx, mine.topk_weights, self.y),
+            on_progress=tick if self.progress and group.rank == 0 else None,
         )
         found["rails"] = sent_by_rail(found.pop("lanes"))
         links = self.buffer.links()

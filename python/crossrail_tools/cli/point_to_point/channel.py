@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+from typing import Any
 
 import crossrail
 
+from ..cases import Case
 from ..failure import Failure
 from ..processes import Message
 
@@ -65,6 +67,14 @@ class Channel:
         if "error" in message:
             raise Failure(f"the other end failed: {message['error']}")
         return message
+
+    def order(self, case: Case, memory: str) -> None:
+        """Has the other end run its part of a case with this memory. Raises the library's errors."""
+        self.send({"do": "measure", "case": case.order(), "memory": memory})
+
+    def measure(self, case: Case, role: str = "driver", **end: Any) -> Any:
+        """Runs this end's part of a case between the two ends. Raises the library's errors."""
+        return case.run(self.context, self.worker, [self.endpoint], role=role, **end)
 
     def request(self, message: Message, timeout: float | None = None) -> Message:
         """Sends ``message`` and waits for the answer."""

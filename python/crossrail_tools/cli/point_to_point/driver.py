@@ -8,10 +8,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import crossrail
-from crossrail._native import bench_net_plugin, bench_raw_tcp, bench_write, loopback
+from crossrail._native import loopback
 from crossrail.records import LaneReport, Transfer, TransferEnd
 from crossrail_tools.report import (
     Iteration,
@@ -33,9 +32,10 @@ from crossrail_tools.report import (
 )
 
 from .. import peers
+from ..cases import Bandwidth, Case, NetPlugin, P2p, RawTcp, Unpack
 from ..failure import Failure
 from ..launcher import GROUP
-from ..options import required
+from ..options import UNPACK_MODES, required
 from ..parsing import parse_address, resolve
 from ..placement import check_memory, known_gpus, pin_to
 from ..processes import Message
@@ -47,6 +47,8 @@ from .options import BenchOptions, Plan, plans
 from .phases import Phases
 
 RAW_TCP_ITERS = 5
+
+UNPACK_ITERS = 5
 
 MOST_UNPACKED = 256 << 20
 """Maximum bytes for measuring unpacking alone. Beyond them the rate no longer depends on the size."""
@@ -84,7 +86,7 @@ def _check_memory(options: BenchOptions, work: list[Plan]) -> None:
     both_here = options.connect is None and (options.launch is None or options.launch.machines == 1)
     places = [options.memory_device, (options.device or ["cpu"])[-1]] if both_here else [options.memory_device]
     ends = places.count("cpu")
-    buffers = max(plan.size * (2 if plan.what in ("latency", "write") else 1) for plan in work)
+    buffers = max(plan.case.size * (1 if isinstance(plan.case, Bandwidth | P2p) else 2) for plan in work)
     if ends:
         check_memory(ends * buffers, "the buffers of both ends" if ends == 2 else "the buffers of this end")
 
@@ -95,7 +97,7 @@ def _hello(options: BenchOptions, work: list[Plan]) -> Message:
     return {
         "bench": options.what,
         "version": crossrail.__version__,
-        "sizes": list(dict.fromkeys(plan.size for plan in work)),
+        "sizes": list(dict.fromkeys(plan.case.size for plan in work)),
         "iters": options.iters,
         "warmup": options.warmup,
         "window": work[0].window or options.window,
@@ -169,17 +171,17 @@ class _Driver:
 
     def row(self, plan: Plan, part: str = "") -> Row:
         """Measures one row: Crossrail and every peer, in turns. ``part`` says which row of how many it is."""
-        names = self.options.compare
+        case, names = plan.case, self.options.compare
         before = self.channel.endpoint.lanes()
-        transport, protocol = ("", None) if plan.what == "p2p" else self._probe(plan)
+        transport, protocol = ("", None) if isinstance(case, P2p) else self._probe(plan)
         turns: list[Measured] = []
         theirs: dict[str, list[peers.Figure]] = {name: [] for name in names}
-        raw = RawTcp()
+        raw = RawSamples()
         errors: dict[str, str] = {}
         for turn in range(self.options.rounds if names else 1):
-            title = f"{plan.what} {format_size(plan.size)}{part}" + (f" round {turn + 1}" if names else "")
+            title = f"{case.what} {format_size(case.size)}{part}" + (f" round {turn + 1}" if names else "")
             turns.append(self._measure(plan, title))
-            if plan.what == "p2p":
+            if isinstance(case, P2p):
                 rails = [lane.name for one in turns[0].transfers for lane in one.lanes if lane.bytes]
                 transport = self._transports(rails, before)
                 if "tcp" in transport.split("+") and not self.progress.stopping.is_set():
@@ -193,20 +195,19 @@ class _Driver:
         }
         self._check_carried_by(transport, protocol or turns[-1].transfers[-1].protocol)
         row = self._row_template(plan, transport, protocol)
-        if plan.what == "p2p":
+        if isinstance(case, P2p):
             transfers = [turn.transfers for turn in turns]
             row = replace(row, chunk=self.chunk, window=self.lane_window, channels=self._connections())
-            row = with_raw_tcp(replace(row, notes=raw.notes), raw.samples_us, plan.size)
+            row = with_raw_tcp(replace(row, notes=raw.notes), raw.samples_us, case.size)
             row = self._with_unpack_rates(row)
             dead = self._dead(before, transfers)
             # A plugin has as many connections as it is asked for.
             measured = self.channels is None and self.options.net_plugin is None
             row = p2p_row(row, transfers, self._lanes(before), dead, channels_found=measured)
         else:
-            batch = turns[-1].batch
-            which = {"window": plan.window} if plan.what == "bandwidth" else {"iterations_per_sample": batch}
-            rounds = [Round(turn.samples_us, turn.bytes_per_sample) for turn in turns]
-            row = with_samples(replace(row, **which), rounds)
+            trips = turns[-1].batch if plan.window is None else None
+            row = replace(row, window=plan.window, iterations_per_sample=trips)
+            row = with_samples(row, [Round(turn.samples_us, turn.bytes_per_sample) for turn in turns])
             row = replace(row, lanes=self._carried_since(before))
         return with_peers(row, results)
 
@@ -218,10 +219,11 @@ class _Driver:
 
     def _row_template(self, plan: Plan, transport: str, protocol: str | None) -> Row:
         """A row with the fields that identify it."""
-        row = Row(what=plan.what, transport=transport, size=plan.size, protocol=protocol, verified=True)
+        case = plan.case
+        row = Row(what=case.what, transport=transport, size=case.size, protocol=protocol, verified=True)
         row = replace(row, unused=self._unused(transport))
-        if plan.what == "p2p":
-            row = replace(row, verified=plan.verify != "none", verification=plan.verify)
+        if isinstance(case, P2p):
+            row = replace(row, verified=case.verify != "none", verification=case.verify)
         if "cpu" in self.places:
             row = replace(row, memory=self.options.memory or "ordinary")
         if self.places == ("cpu", "cpu"):
@@ -247,23 +249,20 @@ class _Driver:
             reasons = "; ".join(reason for reason in why if reason) or "see the messages above, and `crossrail info`"
             raise Failure(f"data went over {transport} ({protocol}), not over cuda_ipc: {reasons}")
 
-    def _raw_tcp(self, plan: Plan, transfers: list[Iteration], raw: RawTcp) -> None:
+    def _raw_tcp(self, plan: Plan, transfers: list[Iteration], raw: RawSamples) -> None:
         """Measures plain TCP sockets over the rails that ``transfers`` used, in the same run."""
         channel = self.channel
         known = {rail_of(lane): lane for lane in channel.endpoint.lanes() if lane["transport"] == "tcp"}
         used = dict.fromkeys(lane.name for one in transfers for lane in one.lanes if lane.bytes)
         devices = [known[rail]["device"] for rail in used if rail in known and known[rail]["alive"]]
-        if raw.notes or not devices or not plan.size:
+        size = plan.case.size
+        if raw.notes or not devices or not size:
             return
-        self.progress.status(f"plain TCP sockets: {format_size(plan.size)}")
-        channels = max(self._connections(), 1)
-        channel.send({"do": "raw-tcp", "size": plan.size, "iters": RAW_TCP_ITERS, "channels": channels})
-        ends = (channel.context, channel.worker, channel.endpoint)
+        self.progress.status(f"plain TCP sockets: {format_size(size)}")
+        case = RawTcp(size, RAW_TCP_ITERS, max(self._connections(), 1))
+        channel.order(case, "ordinary")
         try:
-            found = bench_raw_tcp(
-                *ends, role="driver", size=plan.size, iters=RAW_TCP_ITERS, devices=devices, channels=channels
-            )
-            raw.samples_us += found["samples_us"]
+            raw.samples_us += channel.measure(replace(case, devices=tuple(devices)))["samples_us"]
         except RAW_TCP_FAILURES as error:
             raw.notes.append(f"plain TCP sockets were not measured: {error}")
 
@@ -273,8 +272,9 @@ class _Driver:
             return row
         self.progress.status(f"unpacking alone on {self.places[1]}")
         size = min(row.size, MOST_UNPACKED)
-        wanted = {"device": self.places[1], "size": size, "fragment": min(self.chunk or size, size)}
-        found = self.channel.request({"do": "unpack-rates", **wanted})
+        fragment = min(self.chunk or size, size)
+        case = Unpack(self.places[1], size, fragment, "pinned", UNPACK_MODES, UNPACK_ITERS, 2)
+        found = self.channel.request({"do": "unpack-rates", "case": case.order()})
         return replace(row, unpack_gb_per_s=found["rates"], notes=[*row.notes, *found["notes"]])
 
     def _transports(self, rails: list[str], before: list[LaneReport]) -> str:
@@ -288,9 +288,9 @@ class _Driver:
     ) -> None:
         if name in errors:
             return
-        reason = peers.unsuited(name, plan.what, transport)
+        reason = peers.unsuited(name, plan.case.what, transport)
         if reason is None:
-            self.progress.status(f"{name}: {plan.what} {format_size(plan.size)}")
+            self.progress.status(f"{name}: {plan.case.what} {format_size(plan.case.size)}")
             try:
                 figures[name].append(self._run_peer(self._work(name, plan, transport)))
             except peers.PeerFailure as error:
@@ -309,12 +309,12 @@ class _Driver:
         rails = {rail_of(lane) for lane in self.channel.endpoint.lanes() if lane["transport"] == "tcp"}
         devices = sorted(rail.partition("/")[2] for rail in rails) if transport == "tcp" else []
         # One rail, too, may be another link than the one that the control connection takes.
-        of_rails = devices if plan.what == "p2p" else []
+        of_rails = devices if isinstance(plan.case, P2p) else []
         hosts = [self.addresses[device] for device in of_rails if device in self.addresses]
         return peers.PeerJob(
             peer=name,
-            what=plan.what,
-            size=plan.size,
+            what=plan.case.what,
+            size=plan.case.size,
             transport=transport,
             iterations=_peer_iterations(plan),
             hosts=hosts if hosts and name == "iperf3" else [self.host],
@@ -323,44 +323,27 @@ class _Driver:
 
     def _probe(self, plan: Plan) -> tuple[str, str]:
         """Sends one message of this size, twice, and returns the transport and protocol of its receipt."""
-        once = replace(plan, what="p2p", iters=1, warmup=1, window=None)
-        (one,) = self._measure(once, f"{plan.what} {format_size(plan.size)}, first messages").transfers
-        rails = [lane.name for lane in one.lanes if lane.bytes or not plan.size]
+        what, size = plan.case.what, plan.case.size
+        once = replace(plan, case=P2p(size, iters=1, warmup=1))
+        (one,) = self._measure(once, f"{what} {format_size(size)}, first messages").transfers
+        rails = [lane.name for lane in one.lanes if lane.bytes or not size]
         return self._transports(rails, []), one.protocol
 
     def _measure(self, plan: Plan, title: str) -> Measured:
-        channel = self.channel
-        channel.send(plan.request())
-        ends = (channel.context, channel.worker, channel.endpoint)
-        size, iters, warmup, memory = plan.size, plan.iters, plan.warmup, plan.memory
-        with self.progress.task(title, iters) as show, self.phases.watched(title, warmup, show) as tick:
-            if plan.what == "p2p":
+        case, path = plan.case, self.options.net_plugin
+        self.channel.order(case, plan.other_memory)
+        with self.progress.task(title, case.iters) as show, self.phases.watched(title, case.warmup, show) as tick:
+            mine: Case = case
+            if isinstance(case, P2p):
                 self.progress.hands_over = True
-                counts: dict[str, Any] = {"size": size, "iters": iters, "warmup": warmup, "verify": plan.verify}
                 tick = self._with_rates(tick)
-                if (path := self.options.net_plugin) is not None:
-                    found = bench_net_plugin(*ends, role="driver", path=path, **counts, on_progress=tick)
-                else:
-                    found = crossrail.bench_p2p(*ends, role="driver", **counts, memory=memory, on_progress=tick)
-                transfers = [_iteration(one, size, own=self.options.net_plugin is None) for one in found]
-                return Measured([one.us_sender for one in transfers], 1, size, transfers)
-            if plan.window is None:
-                half_trips = bench_write if plan.what == "write" else crossrail.bench_latency
-                samples = half_trips(
-                    *ends, role="driver", size=size, iters=iters, warmup=warmup, memory=memory, on_progress=tick
-                )
-                return Measured(samples["samples_us"], samples["batch"], 0, [])
-            samples = crossrail.bench_bandwidth(
-                *ends,
-                role="driver",
-                size=size,
-                iters=iters,
-                warmup=warmup,
-                window=plan.window,
-                memory=memory,
-                on_progress=tick,
-            )
-            return Measured(samples["samples_us"], samples["batch"], samples["bytes_per_sample"], [])
+                mine = case if path is None else NetPlugin(path, case)
+            found = self.channel.measure(mine, memory=plan.memory, on_progress=tick)
+        if isinstance(case, P2p):
+            transfers = [_iteration(one, case.size, own=path is None) for one in found]
+            return Measured([one.us_sender for one in transfers], 1, case.size, transfers)
+        moved = found["bytes_per_sample"] if plan.window is not None else 0
+        return Measured(found["samples_us"], found["batch"], moved, [])
 
     def _with_rates(self, tick: OnProgress) -> OnProgress:
         """``tick`` that also shows the rate of every rail since the tick before."""
@@ -448,7 +431,7 @@ def _seen_from_here(why: str) -> str:
 
 
 @dataclass
-class RawTcp:
+class RawSamples:
     """Samples of plain TCP sockets over all turns, or the reason why there are none."""
 
     samples_us: list[float] = field(default_factory=list)
@@ -519,7 +502,7 @@ def _peer_result(figures: list[peers.Figure], error: str | None, work: peers.Pee
 
 def _peer_iterations(plan: Plan) -> int:
     """As many messages as Crossrail sends: each window counts with all its messages."""
-    return max(plan.iters * (plan.window or 1), 10)
+    return max(plan.case.iters * (plan.window or 1), 10)
 
 
 def _interfaces(devices: list[str]) -> list[str]:

@@ -5,27 +5,21 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import crossrail
-from crossrail._native import bench_net_plugin, bench_raw_tcp, bench_unpack, bench_write
-from crossrail.records import UnpackPlan
 from crossrail_tools.report import format_size, unpack_rates
 
 from .. import peers
+from ..cases import Case, NetPlugin, Ordered, P2p, RawTcp, Unpack, ordered
 from ..failure import Failure, print_notice
 from ..launcher import GROUP
-from ..options import UNPACK_MODES
 from ..parsing import place_to_listen, resolve
 from ..placement import check_memory, known_gpus, pin_to
 from ..processes import Message
 from ..rails import missed
 from .channel import IDLE_LIMIT_S, RAW_TCP_FAILURES, Channel
 from .options import BenchOptions
-
-UNPACK_ITERS = 5
 
 _AGREED = ("sizes", "iters", "warmup", "window", "memory", "unpack")
 
@@ -129,16 +123,8 @@ def _place(channel: Channel, options: BenchOptions, hello: Message) -> str:
 
 def _carry_out(channel: Channel, options: BenchOptions, request: Message) -> None:
     match request.get("do"):
-        case "p2p" if options.net_plugin is not None:
-            size, iters, warmup = (_whole(request, *least) for least in (("size", 1), ("iters", 1), ("warmup", 0)))
-            ends = (channel.context, channel.worker, channel.endpoint)
-            counts: dict[str, Any] = {"size": size, "iters": iters, "warmup": warmup}
-            verify = str(request.get("verify"))
-            bench_net_plugin(*ends, role="echo", path=options.net_plugin, verify=verify, **counts)
-        case "latency" | "write" | "bandwidth" | "p2p":
-            _measure(channel, request)
-        case "raw-tcp":
-            _raw_tcp(channel, request)
+        case "measure":
+            _measure(channel, options, request)
         case "unpack-rates":
             channel.send(_unpack_rates(channel, request))
         case "peer":
@@ -151,30 +137,25 @@ def _carry_out(channel: Channel, options: BenchOptions, request: Message) -> Non
             raise Failure(f"the driving end requested {other!r}, which this version does not support")
 
 
-def _measure(channel: Channel, request: Message) -> None:
-    size, memory = _buffer_of(request)
-    counts: dict[str, Any] = {"iters": _whole(request, "iters", 1), "warmup": _whole(request, "warmup", 0)}
-    loops: dict[str, Callable[..., Any]] = {
-        "latency": crossrail.bench_latency,
-        "write": bench_write,
-        "bandwidth": crossrail.bench_bandwidth,
-        "p2p": crossrail.bench_p2p,
-    }
-    if request["do"] == "p2p":
-        counts["verify"] = str(request.get("verify"))
-    if request["do"] == "bandwidth":
-        counts["window"] = _whole(request, "window", 1)
-    loops[request["do"]](
-        channel.context, channel.worker, channel.endpoint, role="echo", size=size, memory=memory, **counts
-    )
+def _measure(channel: Channel, options: BenchOptions, request: Message) -> None:
+    """If the network blocks plain sockets, the driving end notes it in the report, and the run continues."""
+    case, memory = _ordered(request)
+    mine: Case = case
+    if isinstance(case, P2p) and options.net_plugin is not None:
+        mine = NetPlugin(options.net_plugin, case)
+    with contextlib.suppress(*RAW_TCP_FAILURES if isinstance(case, RawTcp) else ()):
+        channel.measure(mine, "echo", memory=memory)
 
 
-def _raw_tcp(channel: Channel, request: Message) -> None:
-    """Plain sockets. If the network blocks them, the run does not fail: the driving end notes it in the report."""
-    size, channels = _whole(request, "size", 0), _whole(request, "channels", 1)
-    ends = (channel.context, channel.worker, channel.endpoint)
-    with contextlib.suppress(*RAW_TCP_FAILURES):
-        bench_raw_tcp(*ends, role="echo", size=size, iters=_whole(request, "iters", 1), channels=channels)
+def _ordered(request: Message) -> tuple[Ordered, str]:
+    """The requested case, and the memory of this end. Raises Failure."""
+    memory = request.get("memory")
+    if memory not in ("shared", "ordinary") and not re.fullmatch("cuda:[0-9]{1,3}", str(memory)):
+        raise Failure(f"the driving end requested {memory!r} memory, which is unknown here")
+    case = ordered(request.get("case"))
+    if not str(memory).startswith("cuda"):
+        check_memory(case.size, "the buffers of the listening end")
+    return case, str(memory)
 
 
 def _unpack_rates(channel: Channel, request: Message) -> Message:
@@ -182,39 +163,14 @@ def _unpack_rates(channel: Channel, request: Message) -> Message:
 
     A mode that does not work here (for example without a compiler for the kernel) has the reason as a note instead.
     """
-    size, fragment = _whole(request, "size", 1), _whole(request, "fragment", 1)
+    case = ordered(request.get("case"))
     rates: dict[str, float] = {}
     notes: list[str] = []
-    for mode in UNPACK_MODES:
-        plan: UnpackPlan = {
-            "device": str(request.get("device")),
-            "size": size,
-            "fragment": fragment,
-            "source": "pinned",
-            "modes": [mode],
-            "iters": UNPACK_ITERS,
-            "warmup": 2,
-        }
+    if not isinstance(case, Unpack):
+        raise Failure(f"the driving end requested rates of {case.what}, which this version does not support")
+    for mode in case.modes:
         try:
-            rates |= unpack_rates(bench_unpack(channel.context, plan), size)
+            rates |= unpack_rates(replace(case, modes=[mode]).run(channel.context), case.size)
         except crossrail.CrossrailError as error:
             notes.append(f"unpacking by {mode} was not measured: {error}")
     return {"rates": rates, "notes": notes}
-
-
-def _buffer_of(request: Message) -> tuple[int, str]:
-    memory = request.get("memory")
-    if memory not in ("shared", "ordinary") and not re.fullmatch("cuda:[0-9]{1,3}", str(memory)):
-        raise Failure(f"the driving end requested {memory!r} memory, which is unknown here")
-    assert isinstance(memory, str)
-    size = _whole(request, "size", 0)
-    if not memory.startswith("cuda"):
-        check_memory(size, "the buffers of the listening end")
-    return size, memory
-
-
-def _whole(request: Message, name: str, least: int) -> int:
-    value = request.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 1 << 63:
-        raise Failure(f"the driving end requested {name} {value!r}, which is invalid")
-    return value

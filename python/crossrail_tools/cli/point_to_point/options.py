@@ -9,6 +9,7 @@ from typing import Literal
 import crossrail
 from crossrail_tools.report import format_size
 
+from ..cases import Bandwidth, Latency, P2p, Transfers, Verify, Write
 from ..launcher import Launch
 from ..options import (
     ROUNDS,
@@ -29,10 +30,8 @@ from ..options import (
 from ..parsing import Parser, device_list
 from ..peers import KNOWN as KNOWN_PEERS
 from ..placement import allowed_cpus, checked_cpu, describe_pins
-from ..processes import Message
 
 Operation = Literal["send", "write", "both"]
-Verify = Literal["full", "quick", "none"]
 
 DEFAULT_SIZES = "1:4M"
 DEFAULT_P2P_SIZE = "64M"
@@ -214,29 +213,16 @@ def _check_device(parser: Parser, options: BenchOptions) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """The measurement of one row."""
+    """The measurement of one row, and the memory of this end and the other."""
 
-    what: str
-    size: int
-    iters: int
-    warmup: int
+    case: Transfers
     memory: str
-    window: int | None = None
     other_memory: str = "ordinary"
-    verify: Verify = "full"
 
-    def request(self) -> Message:
-        """The request for the listening end."""
-        message = {
-            "do": self.what,
-            "size": self.size,
-            "iters": self.iters,
-            "warmup": self.warmup,
-            "memory": self.other_memory,
-        }
-        if self.what == "p2p":
-            message["verify"] = self.verify
-        return message if self.window is None else {**message, "window": self.window}
+    @property
+    def window(self) -> int | None:
+        """Messages before one reply."""
+        return self.case.window if isinstance(self.case, Bandwidth) else None
 
 
 def plans(options: BenchOptions) -> list[Plan]:
@@ -245,15 +231,22 @@ def plans(options: BenchOptions) -> list[Plan]:
     sizes = options.sizes or crossrail.parse_sizes(default)
     host = options.memory or "ordinary"
     memory = host if options.memory_device == "cpu" else options.memory_device
-    made = []
-    for what in _operations(options):
-        for size in sizes:
-            window = (options.window or WINDOW) if what == "bandwidth" else None
-            iters, warmup = _counts(what, size, window or 1)
-            warmup = warmup if options.warmup is None else options.warmup
-            verify = options.verify or ("quick" if size >= QUICK_FROM else "full")
-            made.append(Plan(what, size, options.iters or iters, warmup, memory, window, host, verify))
-    return made
+    return [Plan(_case(options, what, size), memory, host) for what in _operations(options) for size in sizes]
+
+
+def _case(options: BenchOptions, what: str, size: int) -> Transfers:
+    window = options.window or WINDOW
+    usual, warmup = _counts(what, size, window)
+    iters, warmup = options.iters or usual, warmup if options.warmup is None else options.warmup
+    match what:
+        case "latency":
+            return Latency(size, iters, warmup)
+        case "write":
+            return Write(size, iters, warmup)
+        case "bandwidth":
+            return Bandwidth(size, iters, warmup, window)
+        case _:
+            return P2p(size, iters, warmup, options.verify or ("quick" if size >= QUICK_FROM else "full"))
 
 
 def _operations(options: BenchOptions) -> list[str]:

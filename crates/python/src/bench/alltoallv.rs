@@ -1,99 +1,14 @@
-//! Measures dispatch and combine, detached from the GIL; and packing for the MPI_Alltoallv baseline.
+//! Packing for the MPI_Alltoallv baseline of dispatch and combine.
 #![allow(unsafe_code)]
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use crossrail_bench::{EpMode, EpPlan, EpWork};
 use crossrail_ep_host as ep;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
 
-use super::watch::Watch;
-use crate::borrow::lent::{self, Call, Use};
-use crate::experts::host::{ExpertBuffer, Parameters, bytes_dict, parse_layout, read};
-use crate::objects::context::Context;
-use crate::runtime::dicts::set_fields;
+use crate::borrow::lent::{self, Use};
+use crate::experts::host::Parameters;
 use crate::runtime::errors::{self, OrRaise};
-use crate::runtime::gate;
-
-/// What a bench of dispatch and combine is to do, as a dict.
-#[derive(FromPyObject)]
-#[pyo3(from_item_all)]
-pub(super) struct Plan {
-    mode: String,
-    layout: String,
-    cached: bool,
-    iters: usize,
-    warmup: usize,
-}
-
-/// Measure dispatch and combine at this rank. Every rank of the buffer calls it with the same plan.
-///
-/// A barrier precedes each iteration, outside of its time.
-///
-/// Parameters
-/// ----------
-/// buffer, context : ExpertBuffer, Context
-///     The buffer, and what allocates the memory of the sums.
-/// plan : dict
-///     `mode` (`dispatch`, `combine` or `e2e`), `layout`, `cached` (dispatches reuse the routing of the
-///     first), `iters` timed iterations after `warmup` others.
-/// x, topk_idx, topk_weights : buffer
-///     This rank's tokens, as bytes of bf16 `[T, hidden]`, i64 `[T, topk]` and f32 `[T, topk]`.
-/// y : buffer
-///     The outputs of its experts, as bytes of bf16 in the layout of the dispatch.
-/// on_progress : callable, optional
-///     `on_progress(done, total)`, some ten times per second. An exception in it ends the run.
-///
-/// Returns
-/// -------
-/// dict
-///     Microseconds of each iteration: `total_us` and its parts `cast_us`, `copy_us`, `sum_us`, `wait_us`;
-///     and the bytes moved by all timed iterations together.
-///
-/// Raises
-/// ------
-/// PeerDeadError
-///     A rank was lost.
-#[pyfunction]
-#[pyo3(signature = (buffer, context, plan, x, topk_idx, topk_weights, y, on_progress = None))]
-#[expect(clippy::too_many_arguments, reason = "what a dispatch and a combine take")]
-pub(super) fn bench_ep<'py>(
-    buffer: &Bound<'py, ExpertBuffer>,
-    context: &Bound<'py, Context>,
-    plan: Plan,
-    x: &Bound<'py, PyAny>,
-    topk_idx: &Bound<'py, PyAny>,
-    topk_weights: &Bound<'py, PyAny>,
-    y: &Bound<'py, PyAny>,
-    on_progress: Option<Py<PyAny>>,
-) -> PyResult<Bound<'py, PyDict>> {
-    let py = buffer.py();
-    let _call = Call::enter(py);
-    let mode = match plan.mode.as_str() {
-        "dispatch" => EpMode::Dispatch,
-        "combine" => EpMode::Combine,
-        "e2e" => EpMode::EndToEnd,
-        other => return Err(errors::usage(py, "bench", format!("no mode {other:?}"), "dispatch, combine or e2e")),
-    };
-    let layout = parse_layout(py, &plan.layout)?;
-    let plan = EpPlan { mode, layout, cached: plan.cached, iters: plan.iters, warmup: plan.warmup };
-    let topk_weights = Some(read(topk_weights, "bench")?);
-    let input = ep::Input { x: read(x, "bench")?, topk_idx: read(topk_idx, "bench")?, topk_weights };
-    let work = EpWork { input, y: read(y, "bench")? };
-    let (buffer, context) = (buffer.get().native(), context.get().native());
-    let mut watch = Watch { on_progress: on_progress.as_ref(), raised: None };
-    let outcome = gate::detached(py, || crossrail_bench::expert_parallel(buffer, context, &work, plan, &mut watch));
-    if let Some(raised) = watch.raised {
-        return Err(raised);
-    }
-    let samples = outcome.or_raise(py)?;
-    let all = PyDict::new(py);
-    set_fields!(all, samples; total_us, cast_us, copy_us, sum_us, wait_us);
-    all.set_item("bytes", bytes_dict(py, samples.bytes)?)?;
-    all.set_item("lanes", samples.lanes)?;
-    Ok(all)
-}
 
 /// Packing and unpacking around MPI_Alltoallv for a dispatch and combine, with Crossrail's row kernels.
 ///
