@@ -43,7 +43,7 @@ from .placement import NODE_OPTIONS, PinnedRanks, Placement, add_nodes, pin_to, 
 from .processes import Message, Process, scratch_folder
 from .rank_process import Parent, gather, join
 from .ranks import Ranks
-from .reporting import Progress, check_json, make_report, show_report
+from .reporting import Progress, make_report, report_of_nodes
 
 StoreKind = Literal["tcp", "etcd"]
 
@@ -97,13 +97,7 @@ class ControlOptions(PinnedRanks, RunOptions):
 
     def run(self) -> None:
         """Runs the ranks of this node; the first node shows the report. Raises Failure and the library's errors."""
-        if self.placement.node == 0:
-            show_report(self, lambda progress: _report(self, progress))
-            return
-        check_json(self.json)
-        with Progress() as progress:
-            _run(_placed(self), progress)
-        self.placement.leave_report(self.json)
+        report_of_nodes(self, self.placement, lambda progress: _report(self, progress))
 
 
 def add_arguments(parser: Parser) -> None:

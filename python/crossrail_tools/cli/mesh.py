@@ -48,7 +48,7 @@ from .processes import Message
 from .rails import missed, rail_of, rails_of
 from .rank_process import Parent, gather, hand_over, join
 from .ranks import Ranks
-from .reporting import Progress, check_json, make_report, show_report
+from .reporting import Progress, make_report, report_of_nodes
 
 RANKS = 2
 DEFAULT_SIZE = "64M"
@@ -77,13 +77,7 @@ class MeshOptions(PinnedRanks, LinkOptions):
 
     def run(self) -> None:
         """Measures, and shows the report on the first node. Raises Failure and the library's errors."""
-        if self.placement.node == 0:
-            show_report(self, lambda progress: _report(self, progress))
-            return
-        check_json(self.json)
-        with Progress() as progress:
-            _run(self, progress)
-        self.placement.leave_report(self.json)
+        report_of_nodes(self, self.placement, lambda progress: _report(self, progress))
 
 
 def add_arguments(parser: Parser) -> None:

@@ -26,6 +26,8 @@ from .trace import write_merged
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from .placement import Placement
+
 OnProgress = Callable[[int, int], object]
 """Takes the number of iterations done and the total. The answer ``False`` stops the measurement."""
 
@@ -177,6 +179,17 @@ def show_report(options: RunOptions, measure: Callable[[Progress], Report]) -> N
     write_trace(options)
     if run.claim():
         _show(report, options.json)
+
+
+def report_of_nodes(options: RunOptions, where: Placement, measure: Callable[[Progress], Report]) -> None:
+    """`show_report` on the first node; the commands of the others measure their part, and leave the report to it."""
+    if where.node == 0:
+        show_report(options, measure)
+        return
+    check_json(options.json)
+    with Progress() as progress:
+        measure(progress)
+    where.leave_report(options.json)
 
 
 def write_trace(options: RunOptions) -> None:

@@ -7,7 +7,7 @@ import importlib
 from dataclasses import dataclass
 
 from ..parsing import Command, Parser
-from ..reporting import Progress, check_json, show_report
+from ..reporting import report_of_nodes
 from . import options
 
 
@@ -20,13 +20,7 @@ class Ep(options.EpOptions):
         # Imported here: the process of a rank imports this package for its own kind alone.
         kind = "elastic" if self.plan is not None else "cuda" if self.device == "cuda" else "host"
         measure = importlib.import_module(f".{kind}", __package__).measure
-        if self.placement.node > 0:
-            check_json(self.json)
-            with Progress() as progress:
-                measure(self, progress)
-            self.placement.leave_report(self.json)
-            return
-        show_report(self, lambda progress: measure(self, progress))
+        report_of_nodes(self, self.placement, lambda progress: measure(self, progress))
 
 
 def add_arguments(parser: Parser) -> None:
