@@ -33,25 +33,34 @@ class Round:
         return sum(self.samples_us) / len(self.samples_us)
 
 
+def with_times(row: Row, samples_us: Sequence[float]) -> Row:
+    """``row`` with the samples of all ranks, in microseconds, and their statistics."""
+    summary = summarize(samples_us)
+    return replace(
+        row,
+        samples_us=list(samples_us),
+        p50_us=summary.p50,
+        p99_us=summary.p99,
+        avg_us=summary.avg,
+        min_us=summary.min,
+        max_us=summary.max,
+    )
+
+
 def with_samples(row: Row, rounds: Sequence[Round]) -> Row:
     """``row`` with the samples of every round and the figures computed from them.
 
     What peers are compared by, the average time or the rate, is the median of the rounds' figures, as theirs is.
     """
     samples = [sample for one in rounds for sample in one.samples_us]
-    summary = summarize(samples)
+    row = with_times(row, samples)
     moved = sum(one.bytes_per_sample * len(one.samples_us) for one in rounds)
     figures = [one.figure for one in rounds]
     cpu = [one.cpu_s for one in rounds if one.cpu_s is not None]
     return replace(
         row,
-        samples_us=samples,
         rounds=figures,
-        p50_us=summary.p50,
-        p99_us=summary.p99,
-        avg_us=summary.avg if moved else median(figures),
-        min_us=summary.min,
-        max_us=summary.max,
+        avg_us=row.avg_us if moved else median(figures),
         gb_per_s=median(figures) if moved else None,
         bytes_logical=moved or None,
         cpu_s_per_gib=sum(cpu) * 2**30 / moved if moved and len(cpu) == len(rounds) else None,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from .build import with_times
 from .schema import RankTimes, Row
-from .stats import summarize
 
 STEPS = ("init", "connect", "disconnect", "reconnect", "destroy")
 """The steps in the life of a buffer, in order."""
@@ -26,20 +26,6 @@ def control_rows(samples: Mapping[int, Mapping[str, Sequence[float]]], like: Row
         )
         for step in steps
     ]
-
-
-def with_times(row: Row, samples_us: Sequence[float]) -> Row:
-    """``row`` with the samples of all ranks, in microseconds, and their statistics."""
-    summary = summarize(samples_us)
-    return replace(
-        row,
-        samples_us=list(samples_us),
-        p50_us=summary.p50,
-        p99_us=summary.p99,
-        avg_us=summary.avg,
-        min_us=summary.min,
-        max_us=summary.max,
-    )
 
 
 def _step_row(row: Row, samples: Mapping[int, Sequence[float]]) -> Row:

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
+from .build import with_times
 from .schema import Lane, Row
-from .stats import gb_per_s, median, summarize
+from .stats import gb_per_s, median
 
 MODES = ("dispatch", "combine", "e2e")
 STAGES = ("cast", "copy", "sum", "wait")
@@ -90,25 +91,19 @@ def ep_device_row(row: Row, turns: Sequence[EpTurn[EpDeviceRank]]) -> Row:
 def _measured(row: Row, turns: Sequence[EpTurn[Rank]], count: int) -> Row:
     """``row`` with what both kinds of memory have; ``count``: how often the bytes that ranks tell have moved."""
     ranks = [one for turn in turns for one in turn.ranks]
-    samples = [sample for one in ranks for sample in one.total_us]
-    summary = summarize(samples)
+    row = with_times(row, [sample for one in ranks for sample in one.total_us])
+    avg_us = row.avg_us or 0.0
     moved = {name: round(sum(one.bytes[name] for one in ranks) / count) for name in COUNTED}
     links = [kind for one in turns[0].ranks for kind in one.links]
     return replace(
         row,
-        samples_us=samples,
         slowest_us=[time for turn in turns for time in turn.slowest_us],
         rounds=[median(turn.slowest_us) for turn in turns],
-        p50_us=summary.p50,
-        p99_us=summary.p99,
-        avg_us=summary.avg,
-        min_us=summary.min,
-        max_us=summary.max,
         bytes_logical=moved["logical"],
         bytes_wire=moved["wire"],
         bytes_network=moved["network"],
-        gb_per_s=gb_per_s(moved["wire"], summary.avg),
-        gb_per_s_logical=gb_per_s(moved["logical"], summary.avg),
+        gb_per_s=gb_per_s(moved["wire"], avg_us),
+        gb_per_s_logical=gb_per_s(moved["logical"], avg_us),
         links={kind: links.count(kind) for kind in ("self", "heap", "network") if kind in links},
     )
 
