@@ -19,18 +19,23 @@ from crossrail_tools.report import console, views
 from crossrail_tools.report.export import comma_separated, markdown, renderables
 from crossrail_tools.report.page.document import document
 from crossrail_tools.report.page.draw import colours_of, draw
-from crossrail_tools.report.page.write import html
 from crossrail_tools.report.sources import Source, read_sources
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benches"))
+import pages  # noqa: E402
+
 RESULTS = ROOT / "benches" / "results"
 GOLDEN = ROOT / "tests" / "data" / "golden"
 WIDTHS = (80, 120)
 
 
+PAGES_TEXT = "pages"
+
+
 def names() -> list[str]:
-    """Every committed result."""
-    return [str(path.relative_to(RESULTS)) for path in sorted(RESULTS.rglob("*.json"))]
+    """Every committed result, and the pages of them."""
+    return [*(str(path.relative_to(RESULTS)) for path in sorted(RESULTS.rglob("*.json"))), PAGES_TEXT]
 
 
 def place(name: str) -> Path:
@@ -39,7 +44,9 @@ def place(name: str) -> Path:
 
 
 def rendered(name: str) -> str:
-    """Everything that a result renders to."""
+    """Everything that a result renders to; of the pages, whose style all share, the digest of each."""
+    if name == PAGES_TEXT:
+        return "".join(f"{_digest(pages.made(page))}  {page}\n" for page in pages.PAGES)
     sources = read_sources(RESULTS / name)
     made = document(sources, name)
     charts = [(section.name, figure.chart) for section in made.sections for figure in section.figures]
@@ -54,7 +61,6 @@ def rendered(name: str) -> str:
                 *((f"tables at {width} columns", _tables(sources, width)) for width in WIDTHS),
                 ("document on a terminal", _printed(renderables(made), None)),
                 *((f"{section}: {chart.title}", draw(chart, "chart", colours)) for section, chart in charts),
-                ("page", html(sources, name)),
             ]
         ),
     }
