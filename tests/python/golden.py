@@ -1,4 +1,4 @@
-"""What the committed results render to: tables of the command, Markdown, CSV, and the charts of pages.
+"""Texts that the committed results render to: tables of the command, Markdown, CSV, and the charts of pages.
 
     python tests/python/golden.py --record    writes tests/data/golden anew, which only a person does
 
@@ -39,7 +39,7 @@ def names() -> list[str]:
 
 
 def place(name: str) -> Path:
-    """Where what a result renders to is kept."""
+    """The file with the recorded text of a result."""
     return GOLDEN / f"{name.removesuffix('.json').replace('/', '-')}.txt"
 
 

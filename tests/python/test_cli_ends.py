@@ -1,4 +1,4 @@
-"""Processes that take orders: their answers, and what is told of those that fail, end or are late."""
+"""Processes that take orders: their answers, and the errors of processes that fail, end or are late."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_one_that_ends_tells_why(end: End, text: str, code: int, kind: type[Fail
     with pytest.raises(Failure, match=rf"^an end: {why}$") as caught:
         end.do("say", text=text, code=code)
     assert type(caught.value) is kind and end.failed()
-    end.send({"do": "echo"})  # nobody is there
+    end.send({"do": "echo"})  # its stdin is closed
     assert list(end.said) == [text]
 
 

@@ -21,7 +21,7 @@ ENDED = "ended"
 
 ANSWER_S = 300.0
 LAST_WORDS_S = 0.5
-"""How long to wait for the error of a process before a failure here kills it."""
+"""Seconds to wait for the error of a process before a failure here kills it."""
 
 MOST_KEPT = 1000
 """Lines of stderr that are kept."""
@@ -30,7 +30,7 @@ MOST_KEPT = 1000
 class End:
     """A process that takes orders, and never outlives this one. For use by one thread.
 
-    Every line of its stderr goes to ``hear``, except the one with its error (`ERROR`), which becomes the reason of its
+    Every line of its stderr goes to ``hear``, except its error (`ERROR`), which becomes the reason of its
     failure; without ``hear`` all are kept in ``said``.
     """
 
@@ -119,7 +119,7 @@ class End:
         return self.process.popen.poll() is None
 
     def talks(self) -> bool:
-        """Whether further messages may follow, its end at least."""
+        """True while further messages may follow, its end at least."""
         return self._listener.is_alive()
 
     def failed(self) -> bool:

@@ -149,6 +149,6 @@ def _forward(rank: int, line: str) -> None:
 
 
 def rank_process(name: str, kind: str, environment: Mapping[str, str] | None = None, **how: Any) -> End:
-    """Starts a process of ``kind`` (see `rank_process.py`), as an `End` made as ``how`` says. Raises Failure."""
+    """Starts a process of ``kind`` (see `rank_process.py`); ``how``: arguments of `End`. Raises Failure."""
     command = [sys.executable, "-m", "crossrail", "rank", kind, f"--parent={os.getpid()}"]
     return End(name, command, environment={"PYTHONSAFEPATH": "1", **(environment or {})}, **how)

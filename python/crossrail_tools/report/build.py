@@ -122,7 +122,7 @@ def sum_lanes(iterations: Sequence[Iteration], known: Mapping[str, Lane]) -> lis
 
 
 def _carried(lane: Lane, name: str) -> bool:
-    """Whether a rail that did not come up at first has carried data since."""
+    """True if a rail that was missing at first has carried data since."""
     return lane.name == name and lane.bytes > 0
 
 

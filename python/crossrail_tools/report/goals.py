@@ -1,4 +1,4 @@
-"""Goals of benchmarks: figures beside those of peers, what is to be reached, and whether it was."""
+"""Goals of benchmarks: figures, those of peers, the bound, and the verdict."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Figures:
-    """How figures are written and compared: times (``less`` is better) or rates, and the ratio's ``digits``."""
+    """Format and order of figures: times (``less`` is better) or rates, and the ratio's ``digits``."""
 
     text: Callable[[float], str]
     less: bool = True
@@ -52,9 +52,9 @@ def judged(
     *,
     failed: bool = True,
 ) -> Outcome:
-    """A figure beside that of a peer, of which it is to reach ``goal`` times at least, or at most if less is better.
+    """A figure compared with that of a peer: the bound is ``goal`` times the peer's.
 
-    Without a goal it is only shown. Without one of the figures it has ``failed``, unless told otherwise.
+    Without a goal it is only shown. Without one of the figures the outcome has ``failed`` as given.
     """
     to_reach = f"beside {name}" if goal is None else f"{'<=' if how.less else '>='} {goal:g} x {name}"
     shown = "-" if ours is None else how.text(ours)

@@ -162,7 +162,7 @@ def peer_names(rows: Iterable[Row]) -> list[str]:
 
 
 Cell = tuple[str, Callable[[Any], str]]
-"""A column: its heading, and what it says of a row or of a peer's result."""
+"""A column: its heading, and the text of a row or of a peer's result."""
 
 
 def compared(

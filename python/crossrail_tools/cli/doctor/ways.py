@@ -1,4 +1,4 @@
-"""What is known of the way to another machine: its rails, and what each pair of them carries."""
+"""Measurements of the rails to another machine, by pair."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class Way:
 
 @dataclass
 class Survey:
-    """What was measured between this machine and the peer.
+    """Measurements between this machine and the peer.
 
     ``offset_s``: how much the peer's clock is ahead, to within ``uncertainty_s``. ``named``: CROSSRAIL_PORTS there.
-    ``idle``: the least share of the processors here that was idle while all rails carried data. ``dropped``: packets
+    ``idle``: the smallest share of the processors here that was idle while all rails carried data. ``dropped``: packets
     lost meanwhile, by rail and end.
     """
 
