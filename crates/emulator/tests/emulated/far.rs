@@ -409,7 +409,7 @@ fn kernels_and_proxies_that_are_wrong_are_caught() {
         let mut far = Far::new(job);
         far.job.limit_ns = 1_000_000_000;
         far.slow = SLOW;
-        let caught = (0..20).any(|seed| {
+        let caught = (0..120).any(|seed| {
             let wrong = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
                 expert_rounds(&mut far, seed..seed + 1, Coding::Bf16);
             }));
