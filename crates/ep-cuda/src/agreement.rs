@@ -292,7 +292,7 @@ mod tests {
         }
     }
 
-    /// Ranks that are connected to each other. A message says that one of them has heard something.
+    /// Ranks that are connected to each other. A message announces to one of them what another one knows.
     fn ranks(count: u32, on_loss: OnLoss) -> (Vec<Rank>, Receiver<()>) {
         let config = Config {
             ranks: count,
@@ -338,7 +338,7 @@ mod tests {
         (made, all_heard)
     }
 
-    /// Waits until what ranks have heard makes this true.
+    /// Waits until the messages that ranks have received make this true.
     fn until(heard: &Receiver<()>, holds: impl Fn() -> bool) {
         while !holds() {
             heard.recv_timeout(LIMIT).expect("notices that make it true");

@@ -130,7 +130,7 @@ fn secrets_from_text_and_file() {
     for result in failing {
         assert_eq!(result.unwrap_err().kind, ErrorKind::Config);
     }
-    // Nobody writes into it: opening it as a file would wait for ever.
+    // No process writes into it: opening it as a file would wait for ever.
     let pipe = directory.join("pipe");
     nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRUSR | nix::sys::stat::Mode::S_IWUSR).unwrap();
     let error = Secret::load(None, Some(&pipe)).unwrap_err();
