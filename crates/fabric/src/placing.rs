@@ -371,7 +371,10 @@ impl FabricPlacing {
                     Err(why) => Err(why),
                 }
             }
-            Frame::Check(key) => self.exposures.check(key).map(|answer| self.frames.push(answer)),
+            Frame::Check(key) => {
+                let answer = self.outbox.room(self.frames.len()).and_then(|()| self.exposures.check(key));
+                answer.map(|answer| self.frames.push(answer))
+            }
             Frame::Checked { id, valid } => self.out.checked(id, valid),
             Frame::Stop(id) => self.out.stop(id, &mut self.frames),
             Frame::Stopped(id) => match self.port.as_mut() {

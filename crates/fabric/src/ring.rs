@@ -5,10 +5,13 @@
 
 use std::collections::VecDeque;
 
-use crate::wire::{Frame, SLOTS, credit_number, frame_number};
+use crate::wire::{Frame, PEER_WRITES, SLOTS, credit_number, frame_number};
 
 /// Frames in a ring that were taken before the credit goes back.
 const RETURN_AT: u32 = SLOTS as u32 / 2;
+
+/// Frames that wait for a peer which asks for more.
+const WAITING_MAX: usize = 4 * PEER_WRITES;
 
 /// The sender's half.
 #[derive(Debug, Default)]
@@ -25,6 +28,18 @@ impl Outbox {
     /// Queues a frame.
     pub(crate) fn push(&mut self, frame: Frame) {
         self.queue.push_back(frame);
+    }
+
+    /// Checks that there is room for an answer. `beside`: other frames that are to be queued. Each question of a peer is
+    /// about a key of a write of its own that waits for the answer, so few can be unanswered.
+    ///
+    /// # Errors
+    /// The peer asks on and takes none of the answers.
+    pub(crate) fn room(&self, beside: usize) -> Result<(), String> {
+        if self.queue.len() + beside < WAITING_MAX {
+            return Ok(());
+        }
+        Err(format!("it takes none of {WAITING_MAX} frames, and asks for more"))
     }
 
     /// Frames that can be posted are waiting.
@@ -148,6 +163,17 @@ mod tests {
         }
         assert_eq!(inbox.front(), None);
         assert!(inbox.arrived(3 + SLOTS as u32).is_err(), "no credit for it");
+    }
+
+    #[test]
+    fn a_peer_that_takes_no_answers_gets_no_more() {
+        let mut outbox = Outbox::default();
+        for number in 0..WAITING_MAX as u64 {
+            outbox.room(0).expect("room");
+            outbox.push(Frame::Checked { id: number, valid: false });
+        }
+        assert!(outbox.room(0).is_err_and(|why| why.contains("takes none of")));
+        assert!(Outbox::default().room(WAITING_MAX).is_err(), "with those that are not queued yet");
     }
 
     #[test]
