@@ -180,7 +180,7 @@ def test_version_and_help_are_data() -> None:
         (("bench", "latency", "--listen", "--connect=127.0.0.1"), ("exclude",)),
         (("bench", "latency", "--connect=127.0.0.1:http"), ("http", "port")),
         (("bench", "latency", "--pin=4096"), ("--pin 4096", "may use")),
-        (("bench", "latency", "--transport=rdma", *QUICK), ("rdma", "self, shm, cuda_ipc, ucx, tcp")),
+        (("bench", "latency", "--transport=rdma", *QUICK), ("rdma", "self, shm, cuda_ipc, fabric, ucx, tcp")),
         (("bench", "latency", "--transport=tcp", "--rails=nic9", *QUICK), ("nic9",)),
         (("bench", "p2p", "--chunk=lots"), ("lots",)),
         (("bench", "p2p", "--timeout=soon"), ("soon",)),
@@ -221,7 +221,7 @@ def test_every_bench_has_help(what: str) -> None:
     ("name", "value", "words"),
     [
         ("CROSSRAIL_CHUNKS", "2M", ("CROSSRAIL_CHUNKS", "did you mean CROSSRAIL_CHUNK")),
-        ("CROSSRAIL_TLS", "rdma", ("CROSSRAIL_TLS", "rdma", "known: self, shm, cuda_ipc, ucx, tcp")),
+        ("CROSSRAIL_TLS", "rdma", ("CROSSRAIL_TLS", "rdma", "known: self, shm, cuda_ipc, fabric, ucx, tcp")),
         ("CROSSRAIL_WINDOW", "0", ("CROSSRAIL_WINDOW", "1 to 1024")),
     ],
 )

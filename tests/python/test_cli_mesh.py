@@ -72,7 +72,7 @@ def test_the_table_is_a_view_of_the_rows(tmp_path: Path) -> None:
         (("--size=1M,2M",), ("one size",)),
         (("--transport=cuda_ipc",), ("between GPUs", "--devices")),
         (("--transport=shm", "--rails=lo"), ("--rails is for tcp", "shm leaves out")),
-        (("--transport=rdma",), ("rdma", "known: self, shm, cuda_ipc, ucx, tcp")),
+        (("--transport=rdma",), ("rdma", "known: self, shm, cuda_ipc, fabric, ucx, tcp")),
         (("--window=0",), ("--window",)),
         (("--memory=tape",), ("tape", "shared", "ordinary")),
         (("--world-size=2",), ("--master-addr",)),

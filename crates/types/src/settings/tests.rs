@@ -66,14 +66,14 @@ fn every_setting_is_parsed() {
 #[test]
 fn an_invalid_value_is_reported_with_setting_and_accepted_values() {
     for (name, value, form) in [
-        ("CROSSRAIL_TLS", "rdma", "known: self, shm, cuda_ipc, ucx, tcp"),
-        ("CROSSRAIL_TLS", "^shm,rdma", "known: self, shm, cuda_ipc, ucx, tcp"),
+        ("CROSSRAIL_TLS", "rdma", "known: self, shm, cuda_ipc, fabric, ucx, tcp"),
+        ("CROSSRAIL_TLS", "^shm,rdma", "known: self, shm, cuda_ipc, fabric, ucx, tcp"),
         ("CROSSRAIL_TLS", "", "`all`"),
         ("CROSSRAIL_TLS", "shm,^tcp", "`^tcp`"),
         ("CROSSRAIL_TLS", "shm,shm", "twice"),
         ("CROSSRAIL_TLS", "all,shm", "`all`"),
         ("CROSSRAIL_TLS", "^all", "`all`"),
-        ("CROSSRAIL_TLS", "SHM", "known: self, shm, cuda_ipc, ucx, tcp"),
+        ("CROSSRAIL_TLS", "SHM", "known: self, shm, cuda_ipc, fabric, ucx, tcp"),
         ("CROSSRAIL_NET_DEVICES", "eth1,,eth2", "eth1,eth2"),
         ("CROSSRAIL_NET_DEVICES", "127.0.0.2,127.0.0.2", "lists 127.0.0.2 twice"),
         ("CROSSRAIL_NET_DEVICES", "^", "^eth0"),
