@@ -338,7 +338,14 @@ def test_explain_lanes_and_info(pair: Pair) -> None:
     lanes = pair.to_b.lanes()
     assert lanes and all(lane["alive"] for lane in lanes) and sum(lane["tx_bytes"] for lane in lanes) > 0
     info = pair.context.info()
-    assert {transport["name"] for transport in info["transports"]} == {"self", "shm", "tcp", "cuda_ipc", "ucx"}
+    assert {transport["name"] for transport in info["transports"]} == {
+        "self",
+        "shm",
+        "tcp",
+        "cuda_ipc",
+        "fabric",
+        "ucx",
+    }
     assert info["cpus"] and info["machine"]["memory_total"] > 0 and info["settings"]
 
 

@@ -51,7 +51,19 @@ def goals(make: Path) -> list[str]:
     return [line.split()[1] for line in lines]
 
 
-PARTS = ["deny", "models", "miri", "tsan", "fuzz", "chaos", "chaos-ranks", "chaos-together", "memory-c", "growth"]
+PARTS = [
+    "deny",
+    "models",
+    "miri",
+    "tsan",
+    "fuzz",
+    "fabric-seeds",
+    "chaos",
+    "chaos-ranks",
+    "chaos-together",
+    "memory-c",
+    "growth",
+]
 PARTS += ["test-pages", "engines", "gevent"]
 
 

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use crossrail_types::{Error, ErrorKind, Result};
 
 use super::{Context, Endpoint, Region, Request};
-use crate::core::Submission;
+use crate::core::{Lingering, Submission};
 use crate::memory::{Buffer, Described, Description, Place};
 use crate::progress::{Progress, ProgressOptions, SessionEvents, callbacks_deadline};
 use crate::session::registry;
@@ -78,7 +78,11 @@ pub(crate) struct Handle {
 
 impl Handle {
     fn close(&self) -> Result<()> {
-        if self.begin_close() { self.finish_close(callbacks_deadline()) } else { Ok(()) }
+        if !self.begin_close() {
+            return Ok(());
+        }
+        let lingering = self.close_endpoints(callbacks_deadline());
+        self.progress.finish_close(lingering)
     }
 
     /// Says goodbye to all peers; false where that was done before, or is another process's business.
@@ -86,11 +90,11 @@ impl Handle {
         self.progress.check_origin("close").is_ok() && self.progress.begin_close()
     }
 
-    fn finish_close(&self, until: Instant) -> Result<()> {
+    fn close_endpoints(&self, until: Instant) -> Lingering {
         self.sessions.stop();
         self.progress.join_threads(until);
         self.sessions.clear();
-        self.progress.finish_close()
+        self.progress.close_endpoints()
     }
 
     /// Logs the error of a close whose caller takes no result.
@@ -449,7 +453,9 @@ impl Worker {
 pub fn close_all<'a>(workers: impl Iterator<Item = &'a Worker>) {
     let begun: Vec<_> = workers.filter(|worker| worker.0.begin_close()).collect();
     let until = callbacks_deadline();
-    begun.iter().for_each(|worker| worker.0.report(worker.0.finish_close(until)));
+    // They may be each other's peers, which end their sides first.
+    let lingering: Vec<_> = begun.iter().map(|worker| worker.0.close_endpoints(until)).collect();
+    begun.iter().zip(lingering).for_each(|(worker, left)| worker.0.report(worker.0.progress.finish_close(left)));
 }
 
 /// Holds a worker's lock for this duration, for tests of threads that wait for it.

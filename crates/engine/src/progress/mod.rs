@@ -38,7 +38,8 @@ pub(crate) use self::threads::callbacks_deadline;
 pub(crate) use self::waits::WAIT_MAX;
 use crate::core::gpu::Inbox;
 use crate::core::{
-    BulkLane, CALLBACKS, Callback, Core, Deferred, FINISHED, FOLLOW_UPS, LostRail, Move, RETURN_MAX, Receipt, render,
+    BulkLane, CALLBACKS, Callback, Core, Deferred, FINISHED, FOLLOW_UPS, Lingering, LostRail, Move, RETURN_MAX,
+    Receipt, render,
 };
 use crate::environment::{Environment, TcpLimits};
 
@@ -443,16 +444,20 @@ impl Progress {
         self.threads.join(self.log, until);
     }
 
-    /// Ends all endpoints and operations.
-    ///
-    /// # Errors
-    /// `Timeout`: a peer may still be accessing memory, which is then never freed.
-    pub(crate) fn finish_close(&self) -> Result<()> {
+    /// Ends all endpoints. The closed lanes whose peers may still be accessing memory.
+    pub(crate) fn close_endpoints(&self) -> Lingering {
         let mut core = self.core.lock();
         core.close();
         self.after(core);
         self.connections.pump(self);
-        let lingering = self.core.lock().take_lingering();
+        self.core.lock().take_lingering()
+    }
+
+    /// Ends all operations, after [`Progress::close_endpoints`].
+    ///
+    /// # Errors
+    /// `Timeout`: a peer may still be accessing memory, which is then never freed.
+    pub(crate) fn finish_close(&self, lingering: Lingering) -> Result<()> {
         let ended = lingering.end(self.environment.settings().timeout.min(RETURN_MAX));
         let mut core = self.core.lock();
         // No lane is left.
