@@ -256,8 +256,9 @@ fn two_ends_serve_as_many_connections_as_the_one_that_serves_fewer() {
     }
     let sent = hello(1, 8).encode().unwrap();
     assert_eq!(decode_hello(&sent).unwrap().channels_max, 8);
-    // The network namespace is last: an earlier release's hello ends before it.
-    let earlier = &sent[..sent.len() - 8];
+    // The network namespace and the length of a node's name are last: earlier releases' hellos end before them.
+    assert_eq!(decode_hello(&sent[..sent.len() - 1]).unwrap().node, None);
+    let earlier = &sent[..sent.len() - 9];
     assert_eq!(decode_hello(earlier).unwrap().network, 0);
     assert!(decode_hello(&earlier[..earlier.len() - 1]).is_err(), "without the byte of the checksum");
 }

@@ -562,7 +562,12 @@ __device__ __forceinline__ void run_combine(const EpCombineArgs &args, u8 *share
     __syncthreads();
     mark_of(0, args.marks, EP_MARK_PLANNED);
     // Before any wait for other ranks, which may wait for this.
-    if (warp == FLAGGER - 1 && blockIdx.x == gridDim.x - 1) release_slots(c, start, EP_WORD_COMBINE_TAKEN, lane);
+    if (warp == FLAGGER - 1 && blockIdx.x == gridDim.x - 1) {
+        release_slots(c, start, EP_WORD_COMBINE_TAKEN, lane);
+        if (sends && (start.far & start.open & ~start.free)) {
+            watch_slots(c, start, EP_WORD_COMBINE_TAKEN, EP_STAGE_COMBINE_TAKEN, lane);
+        }
+    }
     if (warp == FLAGGER) {
         if (sends) send_weights(args, start, own, lane);
         if (!c.waits && lane == 0 && is_last_to_begin(blocks)) advance_epochs(c, start);

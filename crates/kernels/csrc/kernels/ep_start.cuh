@@ -145,14 +145,25 @@ __device__ __noinline__ void look_at_slots(const EpCommon &c, const Start &start
     __syncwarp();
 }
 
+// Waits in place of all blocks for the slots at far ranks that are not known to be free: the others wait for what this
+// warp has seen, in this rank's own memory. One whole warp of the launch, after it has released slots.
+__device__ __noinline__ void watch_slots(const EpCommon &c, const Start &start, u32 word, u32 stage, u32 lane) {
+    u64 epoch = start.sent - EP_DEPTH;
+#pragma unroll 1
+    for (u32 rank = lane; rank < EP_R; rank += LANES) {
+        if (!((start.far & start.open & ~start.free) >> rank & 1)) continue;
+        u64 seen = taken_seen(c, rank, word);
+        bool free = await(c, word_in(c, start.from[rank], word), epoch, rank, stage, start.sent);
+        if (free) atomicMax(&at<u64>(seen), epoch);
+    }
+    __syncwarp();
+}
+
 // The slow part of `slots_free`.
 __device__ __noinline__ bool await_slots(const EpCommon &c, const Start &start, u32 rank, u32 word, u32 stage) {
-    u64 epoch = start.sent - EP_DEPTH, seen = taken_seen(c, rank, word);
     bool far = start.far >> rank & 1;
-    if (far && ld_acquire_gpu_u64(seen) >= epoch) return true;
-    bool free = await(c, word_in(c, start.from[rank], word), epoch, rank, stage, start.sent);
-    if (far && free) atomicMax(&at<u64>(seen), epoch);
-    return free;
+    u64 place = far ? taken_seen(c, rank, word) : word_in(c, start.from[rank], word);
+    return await(c, place, start.sent - EP_DEPTH, rank, stage, start.sent);
 }
 
 // Waits until the slots used EP_DEPTH operations ago at a rank are free; false if the rank is masked first.
@@ -166,8 +177,10 @@ __device__ __forceinline__ void free_slots(const EpCommon &c, Start &start, u32 
     __syncwarp();
     u64 missing = start.open & ~start.free, came = 0;
     if (missing == 0) return;
+    bool watches = blockIdx.x == gridDim.x - 1;
     // Avoids deadlock: those ranks may in turn wait for this rank's release.
-    release_slots(c, start, word, lane);
+    if (watches || (missing & ~start.far)) release_slots(c, start, word, lane);
+    if (watches) watch_slots(c, start, word, stage, lane);
 #pragma unroll 1
     for (u32 i = 0; i < EACH; ++i) {
         u32 rank = lane + i * LANES;
