@@ -5,10 +5,9 @@ use std::ffi::{CStr, c_char, c_int};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-use crossrail_locks::{Mutex, PerProcess};
+use crossrail_locks::{PerProcess, keeping_handlers};
 use crossrail_types::{Error, ErrorKind};
 use libloading::os::unix::{Library as UnixLibrary, RTLD_LOCAL, RTLD_NOW};
-use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction};
 
 use crate::raw::{self, Raw};
 
@@ -18,17 +17,6 @@ pub const SONAME: &str = "libfabric.so.1";
 pub const VARIABLE: &str = "CROSSRAIL_FABRIC_LIBRARY";
 const FIX: &str = "apt install libfabric1 (Debian, Ubuntu), dnf install libfabric (Fedora, RHEL), or set CROSSRAIL_FABRIC_LIBRARY to \
                    the library of the NIC's vendor, as /opt/amazon/efa/lib";
-/// Signals for which libfabric and its providers install handlers.
-const SIGNALS: [Signal; 8] = [
-    Signal::SIGINT,
-    Signal::SIGILL,
-    Signal::SIGABRT,
-    Signal::SIGBUS,
-    Signal::SIGFPE,
-    Signal::SIGSEGV,
-    Signal::SIGTERM,
-    Signal::SIGHUP,
-];
 
 /// libfabric as this process has loaded it. It stays loaded until the process ends.
 pub struct Library {
@@ -149,33 +137,6 @@ fn is_known(version: u32) -> Result<(), Absent> {
 
 pub(crate) fn text_of(version: u32) -> String {
     format!("{}.{}", version >> 16, version & 0xffff)
-}
-
-/// Calls into the library, after which signals are handled as before: handlers belong to the program. One call at a time:
-/// a second thread would take the library's handlers for the program's.
-pub(crate) fn keeping_handlers<T>(call: impl FnOnce() -> T) -> T {
-    static TURN: PerProcess<Mutex<()>> = PerProcess::new();
-    let _turn = TURN.lock();
-    let handlers = SIGNALS.map(|signal| (signal, current(signal)));
-    let result = call();
-    for (signal, handler) in handlers {
-        if let Some(handler) = handler {
-            // SAFETY: what was installed before.
-            let _ = unsafe { sigaction(signal, &handler) };
-        }
-    }
-    result
-}
-
-fn current(signal: Signal) -> Option<SigAction> {
-    // Reading a handler means replacing it; it is put back at once.
-    let default = SigAction::new(SigHandler::SigDfl, SaFlags::empty(), SigSet::empty());
-    // SAFETY: the default action for these few instructions, then what was installed before.
-    unsafe {
-        let handler = sigaction(signal, &default).ok()?;
-        let _ = sigaction(signal, &handler);
-        Some(handler)
-    }
 }
 
 /// # Safety

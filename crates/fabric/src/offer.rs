@@ -5,9 +5,10 @@ use std::ffi::CString;
 use std::net::IpAddr;
 use std::ptr::NonNull;
 
+use crossrail_locks::keeping_handlers;
 use crossrail_types::{Error, ErrorKind, Result};
 
-use crate::library::{Library, keeping_handlers, text};
+use crate::library::{Library, text};
 use crate::raw::{self, Info};
 
 /// Least immediate: 32 bits.

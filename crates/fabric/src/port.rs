@@ -10,10 +10,11 @@ use std::hash::{BuildHasher, Hasher};
 use std::os::fd::RawFd;
 use std::ptr::null_mut;
 
+use crossrail_locks::keeping_handlers;
 use crossrail_transport::placing::Extent;
 use crossrail_types::{Error, ErrorKind, Result};
 
-use crate::library::{Library, keeping_handlers, text};
+use crate::library::{Library, text};
 use crate::offer::{Attributes, Offer};
 use crate::raw::{self, Context, Fid, MsgRma, RmaIov, Table};
 use crate::wire::{NAME_MAX, PEER_WRITES, Remote, SLOTS};

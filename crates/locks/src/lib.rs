@@ -29,4 +29,6 @@ pub use self::condvar::{Condvar, WaitTimeoutResult};
 #[cfg(not(loom))]
 pub use self::mutex::{Mutex, MutexGuard, RawMutex};
 pub use self::process::{PerProcess, watch_forks};
+#[cfg(not(loom))]
+pub use self::signals::keeping_handlers;
 pub use self::signals::{ignores_sigpipe, signals_blocked, without_sigpipe};

@@ -1,9 +1,13 @@
-//! Signal masks of threads: the library's own take no signals of the program, and no write raises SIGPIPE.
+//! Signals are the program's: threads of the library take none, no write raises SIGPIPE, and libraries that are
+//! loaded at run time leave no handlers behind.
 #![allow(unsafe_code)]
 
 use std::io;
 use std::mem::MaybeUninit;
-use std::ptr::null;
+use std::ptr::{null, null_mut};
+
+#[cfg(not(loom))]
+use crate::{Mutex, PerProcess};
 
 /// Signals of a thread's own faults, and that of sampling profilers.
 const KEPT: [libc::c_int; 6] = [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL, libc::SIGTRAP, libc::SIGPROF];
@@ -75,6 +79,32 @@ pub fn without_sigpipe<T>(write: impl FnOnce() -> io::Result<T>) -> io::Result<T
         while unsafe { libc::sigtimedwait(&set, std::ptr::null_mut(), &now) } < 0
             && io::Error::last_os_error().kind() == io::ErrorKind::Interrupted
         {}
+    }
+    result
+}
+
+/// Signals for which libraries install handlers: those of faults, and those that end a process.
+#[cfg(not(loom))]
+const HANDLED: [libc::c_int; 8] =
+    [libc::SIGINT, libc::SIGILL, libc::SIGABRT, libc::SIGBUS, libc::SIGFPE, libc::SIGSEGV, libc::SIGTERM, libc::SIGHUP];
+
+/// Calls `call`, which loads or enters a library that installs signal handlers, and restores the handlers afterwards.
+/// One call at a time in a process: a second thread would take the library's handlers for the program's.
+#[cfg(not(loom))]
+pub fn keeping_handlers<T>(call: impl FnOnce() -> T) -> T {
+    static TURN: PerProcess<Mutex<()>> = PerProcess::new();
+    let _turn = TURN.lock();
+    let before = HANDLED.map(|signal| {
+        let mut action = MaybeUninit::<libc::sigaction>::zeroed();
+        // SAFETY: without a new action it only reads the present one, into memory for one.
+        let read = unsafe { libc::sigaction(signal, null(), action.as_mut_ptr()) } == 0;
+        // SAFETY: read, or zeros, which are an action, too.
+        read.then(|| (signal, unsafe { action.assume_init() }))
+    });
+    let result = call();
+    for (signal, action) in before.into_iter().flatten() {
+        // SAFETY: an action of this signal, as it was before.
+        unsafe { libc::sigaction(signal, &action, null_mut()) };
     }
     result
 }

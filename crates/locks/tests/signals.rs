@@ -3,12 +3,18 @@
 
 use std::io::{self, Write};
 
-use crossrail_locks::{ignores_sigpipe, signals_blocked, without_sigpipe};
+use crossrail_locks::{ignores_sigpipe, keeping_handlers, signals_blocked, without_sigpipe};
 use nix::sys::signal::{SigHandler, SigSet, Signal, signal};
 
-// One test: the disposition is the whole process's.
+// One test: dispositions are the whole process's.
 #[test]
 fn sigpipe_is_discarded_and_threads_inherit_blocked_signals() {
+    // SAFETY: ignoring a signal runs no handler.
+    keeping_handlers(|| unsafe { signal(Signal::SIGHUP, SigHandler::SigIgn) }).unwrap();
+    // SAFETY: the default disposition runs no handler.
+    let after = unsafe { signal(Signal::SIGHUP, SigHandler::SigDfl) }.unwrap();
+    assert_eq!(after, SigHandler::SigDfl, "as before the call");
+
     assert!(ignores_sigpipe(), "as Rust's runtime has it");
     // SAFETY: the default disposition runs no handler.
     unsafe { signal(Signal::SIGPIPE, SigHandler::SigDfl) }.unwrap();

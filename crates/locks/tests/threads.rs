@@ -126,7 +126,7 @@ fn a_thread_that_locks_again_and_again_keeps_nobody_out() {
             }
         });
         for _ in 0..100 {
-            drop(lock.try_lock_for(LONG).expect("its turn comes"));
+            drop(lock.try_lock_for(LONG).expect("it gets its turn"));
         }
         stop.store(true, Ordering::Relaxed);
     });

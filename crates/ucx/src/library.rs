@@ -6,11 +6,10 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-use crossrail_locks::PerProcess;
+use crossrail_locks::{PerProcess, keeping_handlers};
 use crossrail_transport::LaneError;
 use crossrail_types::{Error, ErrorKind, Log};
 use libloading::os::unix::{Library as UnixLibrary, RTLD_LOCAL, RTLD_NOW};
-use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction};
 
 use crate::raw::{self, Raw, Status};
 
@@ -21,8 +20,6 @@ const FIX: &str = "apt install libucx0 (Debian, Ubuntu), dnf install ucx (Fedora
                    CROSSRAIL_UCX_LIBRARY to its folder libucx/lib";
 /// The oldest version whose functions and constants are those that this crate uses.
 const OLDEST: (u32, u32) = (1, 12);
-/// Signals for which UCX installs handlers while it is loaded.
-const SIGNALS: [Signal; 5] = [Signal::SIGILL, Signal::SIGSEGV, Signal::SIGBUS, Signal::SIGFPE, Signal::SIGABRT];
 
 /// UCX as this process has loaded it. It stays loaded until the process ends.
 pub struct Library {
@@ -67,15 +64,8 @@ impl Library {
             Some(place) => place.to_owned(),
             None => PathBuf::from(NAME),
         };
-        let handlers = SIGNALS.map(|signal| (signal, current(signal)));
-        // SAFETY: UCX's initialisers read the environment and install handlers, which are replaced below.
-        let opened = unsafe { UnixLibrary::open(Some(&path), RTLD_NOW | RTLD_LOCAL) };
-        for (signal, handler) in handlers {
-            if let Some(handler) = handler {
-                // SAFETY: what was installed before.
-                let _ = unsafe { sigaction(signal, &handler) };
-            }
-        }
+        // SAFETY: UCX's initialisers read the environment and install handlers, which are replaced.
+        let opened = keeping_handlers(|| unsafe { UnixLibrary::open(Some(&path), RTLD_NOW | RTLD_LOCAL) });
         let library = opened.map_err(|error| {
             let text = std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string);
             let why = match place {
@@ -166,13 +156,6 @@ fn files_in(maps: &str) -> Vec<String> {
         name.starts_with("libucp.so") || name.starts_with("libucp-")
     };
     paths.filter(is_ucp).collect::<BTreeSet<_>>().into_iter().collect()
-}
-
-fn current(signal: Signal) -> Option<SigAction> {
-    // Reading a handler means replacing it; the caller restores it.
-    let default = SigAction::new(SigHandler::SigDfl, SaFlags::empty(), SigSet::empty());
-    // SAFETY: the default action; a fault in these few instructions would end the process either way.
-    unsafe { sigaction(signal, &default) }.ok()
 }
 
 /// # Safety

@@ -97,16 +97,18 @@ pub(crate) fn get<T>(operation: &str, handle: Ptr, what: fn(&Object) -> Option<T
     find(&table().lock(), handle).and_then(what).ok_or_else(|| unknown(operation, handle, name))
 }
 
-/// Contexts, and up to three regions, of which some may be null.
+/// Contexts, and regions, of which some may be null.
+pub(crate) type Operands<const COUNT: usize> = (Arc<Contexts>, [Option<Arc<Region>>; COUNT]);
+
+/// The objects that a call names.
 ///
 /// # Errors
 /// As [`remove`].
-#[allow(clippy::type_complexity)]
 pub(crate) fn operands<const COUNT: usize>(
     operation: &str,
     handle: Ptr,
     regions: [Ptr; COUNT],
-) -> Result<(Arc<Contexts>, [Option<Arc<Region>>; COUNT])> {
+) -> Result<Operands<COUNT>> {
     let table = table().lock();
     let contexts = find(&table, handle).and_then(contexts).ok_or_else(|| unknown(operation, handle, CONTEXTS))?;
     let mut found = [const { None }; COUNT];

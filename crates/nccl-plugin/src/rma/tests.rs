@@ -84,7 +84,7 @@ impl Memory {
     }
 
     /// Its contents, while no other thread writes.
-    #[allow(clippy::mut_from_ref)]
+    #[expect(clippy::mut_from_ref, reason = "memory that the plugin writes, too")]
     fn bytes(&self) -> &mut [u8] {
         match self {
             // SAFETY: all of it, which has no other user at that time.

@@ -78,7 +78,7 @@ impl Double {
     }
 
     /// Its contents, as kernels see them.
-    #[allow(clippy::mut_from_ref)]
+    #[expect(clippy::mut_from_ref, reason = "memory that the plugin writes, too")]
     pub(crate) fn bytes(&self) -> &mut [u8] {
         // SAFETY: inside the mapping; a test that writes does not write elsewhere meanwhile.
         unsafe { std::slice::from_raw_parts_mut(self.0.shadow.as_ptr(), self.0.len) }
