@@ -232,7 +232,7 @@ def test_nothing_touches_memory_after_its_end(
         both = ends(near, far)
         try:
             wait = both.start(op)
-            time.sleep(0.0007 * round_)
+            time.sleep(0.0001 * round_)
             both.end()
             near[:] = POISON
             try:

@@ -208,20 +208,24 @@ impl Redialer {
                         sessions.peer_ended(endpoint, &why);
                         continue;
                     }
-                    // Without a lane, the peer's process may be ending, which is reported by its name; if it is not, the
-                    // end of its last chance is.
-                    let stranded = sessions.is_stranded(endpoint);
-                    let log = match (attempt.lost.reported, stranded) {
+                    // It was lost meanwhile.
+                    if sessions.progress.core().peers().get(endpoint).is_none_or(|peer| !peer.is_alive()) {
+                        continue;
+                    }
+                    // The peer's process may be ending, which is reported by its name: without a lane, where the end of
+                    // its last chance is reported otherwise, or with its listener gone, until it is looked for again.
+                    let may_end = sessions.is_stranded(endpoint) || (attempt.failures == 0 && has_no_listener(&error));
+                    let log = match (attempt.lost.reported, may_end) {
                         (true, _) => Log::debug,
                         (false, true) => Log::info,
                         (false, false) => Log::warn,
                     };
-                    attempt.lost.reported |= !stranded;
+                    attempt.lost.reported |= !may_end;
                     let state = if attempt.more { "has a connection less" } else { "is lost" };
                     log(sessions.log, format_args!("rail {device} {state}, and dialling it again failed: {error}"));
                     attempt.failures += 1;
                     attempt.pause = (attempt.pause.max(PAUSE_MIN) * 2).min(PAUSE_MAX);
-                    let pause = if sessions.is_stranded(endpoint) { PAUSE_STRANDED } else { attempt.pause };
+                    let pause = if may_end { PAUSE_STRANDED } else { attempt.pause };
                     attempt.at = Instant::now() + pause;
                     self.state.lock().attempts.push(attempt);
                     self.changed.notify_one();
@@ -278,6 +282,11 @@ impl Sessions {
         let unknown = matches!(error.reason, Some(Reason::NotListening | Reason::SessionUnknown));
         unknown && self.control.is_lost(endpoint) && self.is_stranded(endpoint)
     }
+}
+
+/// True if dialling failed as it also does where the listening process is ending.
+fn has_no_listener(error: &Error) -> bool {
+    matches!(error.reason, Some(Reason::NotListening | Reason::SessionUnknown | Reason::ConnectionClosed))
 }
 
 #[cfg(test)]
