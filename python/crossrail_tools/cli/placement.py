@@ -35,16 +35,16 @@ NODE_OPTIONS = ("num_processes", "processes", "world_size", "rank", "master_addr
 class Placement:
     """``num_processes`` ranks on each of ``world_size`` nodes, of which this is number ``node``.
 
-    ``store`` is the address of their store, or None if this command starts one for itself. ``source`` names the
-    variables that these values were read from. With a ``launch`` a node is one process of the launcher's job; several
-    may be on one machine.
+    ``store`` is the address of their store, which the first node's command hosts unless it is ``external``; None if the
+    launcher's variables place it, or if this command starts one for itself. ``source`` names the variables that these
+    values were read from. With a ``launch`` a node is one process of the launcher's job; several may be on one machine.
     """
 
     num_processes: int
     world_size: int = 1
     node: int = 0
     store: str | None = None
-    hosts_store: bool = True
+    external: bool = False
     source: str = ""
     launch: Launch | None = None
 
@@ -102,24 +102,25 @@ class Placement:
 
     @contextlib.contextmanager
     def rendezvous(self, context: crossrail.Context) -> Iterator[tuple[str, str]]:
-        """Address of the store and name of the group. A store that this command hosts runs until the context ends.
+        """Address of the store and name of the group. A store that a command hosts runs until all nodes' are over.
 
         Raises the library's errors.
         """
         # Commands on several nodes must agree on the name; independent runs that share a store must not collide.
         name = "bench" if self.world_size > 1 else f"bench-{os.urandom(4).hex()}"
-        if self.launch is not None and self.store is None:
-            with crossrail.Group(name=GROUP, context=context) as group:
-                yield group.store_address, name
-                group.barrier("over", timeout=OVER_S)  # the store ends with the process that runs it
-            return
-        if not self.hosts_store:
+        if self.external:
             assert self.store is not None
             yield self.store, name
-            return
-        listen = resolve(":0") if self.store is None else self.store.removeprefix("tcp://")
-        with StoreServer(context, listen) as server:
-            yield server.address, name
+        elif self.world_size == 1 and self.launch is None:
+            with StoreServer(context, resolve(":0")) as server:
+                yield server.address, name
+        else:
+            by: dict[str, Any] = {}  # a launcher's variables say it
+            if self.launch is None:
+                by = {"rank": self.node, "size": self.world_size, "store": self.store}
+            with crossrail.Group(name=GROUP, context=context, **by) as group:
+                yield group.store_address, name
+                group.barrier("over", timeout=OVER_S)  # the store ends with the process that runs it
 
 
 def add_nodes(parser: argparse.ArgumentParser, processes: int, *others: str) -> argparse._ArgumentGroup:
@@ -157,7 +158,7 @@ def placement(parser: Parser, parsed: argparse.Namespace, environment: Mapping[s
     external = environment.get("CROSSRAIL_STORE")
     if (launch := _launch(parser, parsed, environment)) is not None:
         return Placement(
-            parsed.num_processes or 1, launch.size, launch.rank, external or None, False, str(launch), launch
+            parsed.num_processes or 1, launch.size, launch.rank, external or None, bool(external), str(launch), launch
         )
     nodes = number(parsed.world_size, "WORLD_SIZE", 1) or 1
     node = number(parsed.rank, "RANK", 0) or 0
@@ -166,7 +167,7 @@ def placement(parser: Parser, parsed: argparse.Namespace, environment: Mapping[s
     if processes * nodes > MOST_RANKS:
         parser.error(f"{processes} ranks on each of {nodes} nodes are more than {MOST_RANKS}")
     if external:
-        return Placement(processes, nodes, node, external, False, " ".join([*read, "CROSSRAIL_STORE"]))
+        return Placement(processes, nodes, node, external, True, " ".join([*read, "CROSSRAIL_STORE"]))
     if nodes == 1:
         return Placement(processes, source=" ".join(read))
     address = parsed.master_addr or environment.get("MASTER_ADDR")
@@ -175,7 +176,7 @@ def placement(parser: Parser, parsed: argparse.Namespace, environment: Mapping[s
     launcher = None if parsed.master_port is not None else number(None, "MASTER_PORT", 1)
     port = parsed.master_port or permitted(STORE_PORT if launcher is None else launcher + 1)
     store = f"tcp://{resolve(join(address, port))}"
-    return Placement(processes, nodes, node, store, node == 0, " ".join(read))
+    return Placement(processes, nodes, node, store, source=" ".join(read))
 
 
 def _launch(parser: Parser, parsed: argparse.Namespace, environment: Mapping[str, str]) -> Launch | None:
