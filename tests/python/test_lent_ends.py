@@ -150,7 +150,7 @@ class OfReceiver(Ends):
 
         def wait() -> None:
             thread.join(2 * LIMIT_S)
-            assert ended, "its transfers went on after its end"
+            assert ended, "its transfers continued after its end"
             raise ended[0]
 
         return wait

@@ -136,7 +136,7 @@ pub(crate) fn record(root: &Path) -> Problems {
     for circle in allowed_circles(&old) {
         let _ = writeln!(circles, "  {circle:?},");
     }
-    let head = "# Files that import each other; none is added.\ncircles = [\n";
+    let head = "# Modules that import each other; none is added.\ncircles = [\n";
     let text = text.replacen("[lines]\n", &format!("{head}{circles}]\n\n[lines]\n"), 1);
     let text = text + prose(&before);
     match std::fs::write(&path, text) {

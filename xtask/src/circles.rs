@@ -1,4 +1,6 @@
-//! Import cycles between the files of a crate, which prevent reading one file after the other.
+//! Import cycles between the modules of a folder, which prevent reading one after the other: a file with the folder of its
+//! name is one module, and so is a folder. Where there are none, the modules of every folder have an order in which each
+//! depends only on those before it.
 //!
 //! `use` and paths that begin with `crate`, `self`, `super` or a child module count, with re-exports followed to the file
 //! that defines the name. Tests do not count, nor does a module's use of the one that contains it.
@@ -31,25 +33,43 @@ struct Module {
 
 /// Cycles that are not in `allowed`, and entries of `allowed` that are no longer a cycle.
 pub(crate) fn check(root: &Path, allowed: &[Vec<String>]) -> Problems {
-    let found: Vec<Vec<String>> = all(root);
+    let found = all(root);
     let mut problems = Problems::new();
-    for circle in found.iter().filter(|circle| !allowed.contains(circle)) {
-        problems.push(format!("import cycle: {}", circle.join(" ")));
+    for (circle, arrows) in found.iter().filter(|(circle, _)| !allowed.contains(circle)) {
+        problems.push(format!("import cycle: {}\n  {}", circle.join(" "), arrows.join("\n  ")));
     }
-    for circle in allowed.iter().filter(|circle| !found.contains(circle)) {
+    for circle in allowed.iter().filter(|circle| !found.iter().any(|(found, _)| found == *circle)) {
         problems.push(format!("no longer an import cycle, remove it from xtask/budgets.toml: {}", circle.join(" ")));
     }
     problems
 }
 
-/// All cycles in the repository's crates, as paths relative to the root.
-fn all(root: &Path) -> Vec<Vec<String>> {
+/// All cycles in the repository's crates, as paths relative to the root, each with the files that import each other.
+fn all(root: &Path) -> Vec<(Vec<String>, Vec<String>)> {
     let crates = std::fs::read_dir(root.join("crates")).into_iter().flatten().flatten();
     let mut folders: Vec<PathBuf> = crates.map(|entry| entry.path().join("src")).collect();
     folders.push(root.join("xtask/src"));
     folders.sort();
-    let circles = folders.iter().flat_map(|folder| circles(&graph(folder)));
-    circles.map(|circle| circle.iter().map(|path| shown(root, path)).collect()).collect()
+    let mut found = Vec::new();
+    for folder in folders {
+        let files = graph(&folder);
+        for circle in levels(&folder, &files).iter().flat_map(circles) {
+            let module = |file: &Path| circle.iter().position(|module| is_in(file, module));
+            let all = files.iter().flat_map(|(file, used)| used.iter().map(move |other| (file, other)));
+            let between = all.filter(|(file, other)| {
+                let (from, to) = (module(file), module(other));
+                from.is_some() && to.is_some() && from != to
+            });
+            let arrows = between.map(|(file, other)| format!("{} uses {}", shown(root, file), shown(root, other)));
+            found.push((circle.iter().map(|module| shown(root, module)).collect(), arrows.collect()));
+        }
+    }
+    found
+}
+
+/// True if `file` is the file of `module` or in its folder.
+fn is_in(file: &Path, module: &Path) -> bool {
+    file.with_extension("") == module || file.starts_with(module)
 }
 
 /// Which files of a crate use which others.
@@ -87,6 +107,24 @@ fn graph(source: &Path) -> Graph {
         graph.insert(module.path.clone(), used);
     }
     graph
+}
+
+/// For each folder below `source`, which of its modules use which others. The folder's own file is none of them.
+fn levels(source: &Path, graph: &Graph) -> Vec<Graph> {
+    let mut levels: BTreeMap<&Path, Graph> = BTreeMap::new();
+    let module = |folder: &Path, path: &Path| -> Option<PathBuf> {
+        let first = path.strip_prefix(folder).ok()?.components().next()?;
+        let name = Path::new(&first).with_extension("");
+        (!["lib", "main", "mod"].iter().any(|own| name == Path::new(own))).then(|| folder.join(name))
+    };
+    for (file, used) in graph {
+        for folder in file.ancestors().skip(1).take_while(|folder| folder.starts_with(source)) {
+            let Some(of) = module(folder, file) else { continue };
+            let others = used.iter().filter_map(|other| module(folder, other)).filter(|other| *other != of);
+            levels.entry(folder).or_default().entry(of.clone()).or_default().extend(others);
+        }
+    }
+    levels.into_values().collect()
 }
 
 fn read(path: PathBuf, text: &str) -> Module {
@@ -311,6 +349,10 @@ mod tests {
         ("b.rs", "pub struct Second(pub Vec<super::Third>);"),
         ("c.rs", "pub mod inner;\npub struct Third;"),
         ("c/inner.rs", "pub struct Deep;"),
+        ("d/mod.rs", "mod high;\npub mod low;"),
+        ("d/high.rs", "pub struct High;"),
+        ("d/low.rs", "pub struct Low;"),
+        ("e.rs", "use crate::d::high::High;\npub struct Fifth(High);"),
     ];
 
     /// The circles of those sources when `file` has `text` in addition.
@@ -322,7 +364,7 @@ mod tests {
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
             std::fs::write(path, format!("{before}\n{}\n", if *name == file { text } else { "" })).unwrap();
         }
-        let circles = circles(&graph(&folder));
+        let circles: Vec<_> = levels(&folder, &graph(&folder)).iter().flat_map(circles).collect();
         let names = circles.iter().map(|circle| circle.iter().map(|path| shown(&folder, path)).collect()).collect();
         std::fs::remove_dir_all(&folder).unwrap();
         names
@@ -330,8 +372,9 @@ mod tests {
 
     #[test]
     fn circles_are_seen_through_uses_paths_and_reexports() {
-        let three: &[&[&str]] = &[&["a.rs", "b.rs", "c.rs"]];
-        let two: &[&[&str]] = &[&["a.rs", "b.rs"]];
+        let three: &[&[&str]] = &[&["a", "b", "c"]];
+        let two: &[&[&str]] = &[&["a", "b"]];
+        let folders: &[&[&str]] = &[&["d", "e"]];
         for (file, text, expected) in [
             ("c.rs", "", &[][..]),
             ("c.rs", "fn f(_: crate::a::First) {}", three),
@@ -339,9 +382,11 @@ mod tests {
             ("c.rs", "// crate::a::First\nconst TEXT: &str = \"crate::a::First\";", &[]),
             ("c.rs", "#[cfg(test)]\nmod tests { use crate::a::First; fn f() {} }", &[]),
             ("c/inner.rs", "use super::Third;", &[]),
-            ("c/inner.rs", "use crate::b::Second;", &[]),
+            ("c/inner.rs", "use crate::b::Second;", &[&["b", "c"]]),
             ("b.rs", "use crate::Deeper;\nfn f(_: Deeper, _: crate::a::First) {}", two),
             ("a.rs", "use std::collections::b;", &[]),
+            ("d/high.rs", "use super::low::Low;", &[]),
+            ("d/low.rs", "use crate::e::Fifth;", folders),
         ] {
             assert_eq!(found(file, text), expected, "{file}: {text}");
         }

@@ -159,7 +159,7 @@ pub(crate) fn group(tokens: &[&str], at: usize) -> usize {
 pub(crate) fn is_test(path: &Path) -> bool {
     let name = path.file_stem().unwrap_or_default().to_string_lossy();
     let folder = path.parent().and_then(Path::file_name).unwrap_or_default();
-    name.ends_with("tests") || ["models", "conformance"].contains(&&*name) || folder == "tests"
+    name.ends_with("tests") || ["models", "conformance", "example"].contains(&&*name) || folder == "tests"
 }
 
 /// The sources of a crate that are not tests.

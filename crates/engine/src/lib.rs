@@ -38,7 +38,7 @@ pub use api::{
     fabric_test, fabric_write_into, hold_lock,
 };
 #[cfg(feature = "fuzzing")]
-pub use core::lists::fuzzing;
+pub use core::rows::fuzzing;
 pub use core::{HeldTimes, LaneShare, Protocol, Receipt};
 pub use crossrail_gpu::{CudaInfo, CudaState, GpuState, KernelCache, StageStats, unpack};
 #[cfg(feature = "simulated-gpu")]

@@ -18,6 +18,7 @@ mod device;
 mod direction;
 mod nvtx;
 mod pointer;
+mod scratch;
 #[cfg(any(test, feature = "simulated-gpu"))]
 mod simulated;
 mod staging;
@@ -25,8 +26,9 @@ mod stream_point;
 mod stream_support;
 pub mod unpack;
 
-pub use device::{CudaInfo, CudaState, Device, DeviceAlloc, Devices, GpuState, KernelCache, Scratch};
+pub use device::{CudaInfo, CudaState, Device, DeviceAlloc, Devices, GpuState, KernelCache};
 pub use direction::Direction;
+pub use scratch::Scratch;
 #[cfg(any(test, feature = "simulated-gpu"))]
 pub use simulated::{Simulated, SimulatedStream};
 pub use staging::{ChunkMemory, Completion, Slot, Span, StageStats, Stager, StagingListener, StagingQueue};

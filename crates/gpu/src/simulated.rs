@@ -18,8 +18,8 @@ use crossrail_types::{Error, ErrorKind, Result, format_gib};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 
-use crate::device::{BLOCKS_LEN, Blocks};
 use crate::direction::Direction;
+use crate::scratch::{BLOCKS_LEN, Blocks};
 use crate::stream_point::{Reached, StreamPoint};
 
 const PAGE: usize = 4096;

@@ -115,7 +115,7 @@ class Placement:
             with StoreServer(context, resolve(":0")) as server:
                 yield server.address, name
         else:
-            by: dict[str, Any] = {}  # a launcher's variables say it
+            by: dict[str, Any] = {}  # by a launcher's variables
             if self.launch is None:
                 by = {"rank": self.node, "size": self.world_size, "store": self.store}
             with crossrail.Group(name=GROUP, context=context, **by) as group:

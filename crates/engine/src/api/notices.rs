@@ -6,7 +6,7 @@ use crossrail_types::{Error, ErrorKind, Result};
 
 use super::{Endpoint, Request, Worker};
 use crate::core::Core;
-use crate::core::lists::wire;
+use crate::core::rows::wire;
 
 /// Longest notice, in bytes.
 pub const NOTICE_MAX: usize = wire::NOTICE_MAX;

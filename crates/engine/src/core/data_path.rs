@@ -6,11 +6,11 @@ use crossrail_transport::{Place, Tx};
 use crossrail_types::{EndpointId, Head, LaneId};
 use proto::{Host, Memory, Placing};
 
-use super::gpu::chunk_queue::PACKED;
+use super::chunk_queue::PACKED;
 use super::gpu::{CONTROL, GpuMemory, Incoming, device_range};
 use super::lanes::LaneRecord;
-use super::lists::hosted::Shown;
 use super::operations::{MESSAGE, ROWS, UsualLane, WORD};
+use super::rows::hosted::Shown;
 use super::tables::Tables;
 
 /// The tables and GPU memory, as lanes use them: what the core lends while a lane is polled.

@@ -15,10 +15,10 @@ use proto::{DirectId, Memory, Offer, Role};
 use super::gpu::{GpuMemory, NoteFailed};
 use super::lanes::{PolledLane, PolledLanes};
 use super::lingering::Lingering;
-use super::lists::part::is_paired;
-use super::lists::view::View;
 use super::peer_memory::{create_domain, domain, space_of};
 use super::peers::Peer;
+use super::rows::part::is_paired;
+use super::rows::view::View;
 use super::tables::Tables;
 use crate::memory::{Space, check_mapped};
 

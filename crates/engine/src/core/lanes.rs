@@ -10,9 +10,9 @@ use crossrail_types::{EndpointId, LaneId};
 use slab::Slab;
 
 use super::bulk_lane::LaneEnd;
-use super::gpu::chunk_queue::ChunkQueue;
+use super::chunk_queue::ChunkQueue;
 use super::id_table::IdTable;
-use super::lists::part::RowsBuffer;
+use super::rows::part::RowsBuffer;
 
 /// Longest control payload that the protocol asks room for.
 const CONTROL_MAX: usize = 4096;

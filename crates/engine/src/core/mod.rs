@@ -14,7 +14,9 @@
 //! [`DataPath`](data_path::DataPath) is what it lends to a lane that is polled: the tables and GPU memory.
 
 mod bulk_lane;
+mod chunk_queue;
 mod clock;
+mod collecting;
 mod data_path;
 mod direct;
 mod failure;
@@ -33,6 +35,7 @@ mod peers;
 mod receipt;
 mod resting;
 mod returns;
+pub(crate) mod rows;
 mod sample;
 mod submit;
 mod tables;
@@ -48,13 +51,14 @@ use crossrail_shm::Arena;
 use crossrail_types::{EndpointId, Log, Reason};
 
 pub(crate) use self::bulk_lane::{Among, BulkLane, Flag, LaneEnd, READABLE, WRITABLE};
+pub(crate) use self::collecting::{outcome, render};
 use self::gpu::{GpuMemory, Inbox};
 pub(crate) use self::lanes::LaneRecord;
 pub(crate) use self::lingering::{Lingering, still_used};
 pub(crate) use self::operations::{CALLBACKS, FINISHED, FOLLOW_UPS, OpStatus, Operations, Received, Wanted};
 pub(crate) use self::outcome::{OpKind, Submission, gone};
 pub(crate) use self::peers::{Claim, Peer, Peers};
-pub(crate) use self::receipt::{Callback, Collected, outcome, render};
+pub(crate) use self::receipt::{Callback, Collected};
 pub use self::receipt::{HeldTimes, LaneShare, Protocol, Receipt};
 use self::resting::Rounds;
 use self::returns::Owner;

@@ -11,11 +11,11 @@ use crossrail_proto as proto;
 use crossrail_transport::Place;
 use crossrail_types::{EndpointId, Error, LaneId, OpId};
 
-use super::lists::part::FollowUp;
 use super::names::Names;
 use super::outcome::{Finish, OpKind, Outcome};
 use super::receipt::{Callback, Collected};
 use super::returns::{Owner, Returns};
+use super::rows::part::FollowUp;
 use crate::memory::{Buffer, Keep};
 
 /// State of an operation, as [`Operations::collect`] reports it.

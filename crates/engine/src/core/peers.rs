@@ -10,10 +10,10 @@ use proto::Time;
 
 use super::bulk_lane::{Among, BulkLane};
 use super::id_table::IdTable;
-use super::lists::outbox::Outbox;
 use super::message_rail::MessageRail;
 use super::names::{Names, NamesOfPeer};
 use super::returns::{Owner, Returns};
+use super::rows::outbox::Outbox;
 use super::totals::Copied;
 
 /// Events that receipts can report, at most.

@@ -1,14 +1,12 @@
 //! Receipts: what a finished operation reports to the user.
 
 mod collected;
-mod collecting;
 
 use std::sync::Arc;
 
 use crossrail_types::Result;
 
 pub(crate) use self::collected::Collected;
-pub(crate) use self::collecting::{outcome, render};
 use super::names::Names;
 use super::outcome::ShortEnd;
 
@@ -108,33 +106,33 @@ pub struct Receipt {
     pub unpack_us: f64,
     /// Microseconds in which bytes waited because all bounce slots of the GPU were in use.
     pub slot_us: f64,
-    names: Option<Names>,
+    pub(in crate::core) names: Option<Names>,
     /// The one lane it used, if that is not the peer's usual one.
-    only: Option<Arc<str>>,
+    pub(in crate::core) only: Option<Arc<str>>,
     /// Short messages have none of it: a receipt that is larger than 128 bytes is copied by a call.
-    rest: Option<Box<Rest>>,
+    pub(in crate::core) rest: Option<Box<Rest>>,
 }
 
 /// What chunks went through, lane by lane, and what happened on the way.
 #[derive(Clone, Debug, Default)]
-struct Rest {
-    shares: Vec<LaneShare>,
-    notes: Vec<String>,
-    held: HeldTimes,
+pub(in crate::core) struct Rest {
+    pub(in crate::core) shares: Vec<LaneShare>,
+    pub(in crate::core) notes: Vec<String>,
+    pub(in crate::core) held: HeldTimes,
     /// The peer's name in a receipt of another process.
-    peer: Option<Arc<str>>,
+    pub(in crate::core) peer: Option<Arc<str>>,
 }
 
 impl Receipt {
     /// That of a short message.
     #[inline]
-    fn of_short(end: &ShortEnd) -> Receipt {
+    pub(in crate::core) fn of_short(end: &ShortEnd) -> Receipt {
         Receipt { names: Some(end.names), ..Receipt::of_bytes(end.tag, end.bytes, end.wire_ns) }
     }
 
     /// That of a message of which nothing else is known.
     #[inline]
-    fn of_bytes(tag: u64, bytes: u64, wire_ns: u64) -> Receipt {
+    pub(in crate::core) fn of_bytes(tag: u64, bytes: u64, wire_ns: u64) -> Receipt {
         Receipt {
             bytes,
             tag,
@@ -201,7 +199,7 @@ impl Receipt {
 }
 
 #[inline]
-fn us(ns: u64) -> f64 {
+pub(in crate::core) fn us(ns: u64) -> f64 {
     // From a signed number it is one instruction; 292 years fit.
     ns as i64 as f64 / 1000.0
 }

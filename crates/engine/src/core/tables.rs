@@ -17,10 +17,10 @@ pub(in crate::core) use self::tracing::Staged;
 use self::tracing::Tracing;
 use super::clock::Clock;
 use super::lanes::Lanes;
-use super::lists::hosted::Hosted;
 use super::operations::{Op, Operations};
 use super::outcome::{Finish, More, OpKind};
 use super::peers::Peers;
+use super::rows::hosted::Hosted;
 use super::totals::Totals;
 use crate::memory::{Regions, check_mapped};
 

@@ -9,7 +9,7 @@ use crossrail_locks::Mutex;
 use crossrail_types::{Error, Result};
 
 use super::ordering::{self, OrderingStreams};
-use super::scratch::{BLOCKS_LEN, Blocks};
+use crate::scratch::{BLOCKS_LEN, Blocks};
 use crate::stream_point::{Reached, StreamPoint};
 
 /// Bytes of pinned memory that synchronous copies go through.

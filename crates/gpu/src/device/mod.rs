@@ -4,7 +4,6 @@ mod alloc;
 mod cuda;
 mod ordering;
 mod report;
-mod scratch;
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
@@ -17,12 +16,9 @@ use crossrail_types::{Error, ErrorKind, Result, Settings};
 
 pub use alloc::DeviceAlloc;
 pub use report::{CudaInfo, CudaState, GpuState, KernelCache};
-#[cfg(any(test, feature = "simulated-gpu"))]
-pub(crate) use scratch::BLOCKS_LEN;
-pub(crate) use scratch::Blocks;
-pub use scratch::Scratch;
 
 use crate::pointer;
+use crate::scratch::{Blocks, Scratch};
 #[cfg(any(test, feature = "simulated-gpu"))]
 use crate::simulated::Simulated;
 use crate::staging::{StageStats, Stager};

@@ -2,7 +2,6 @@
 //!
 //! The rest of the core knows GPU memory only through [`GpuMemory`].
 
-pub(super) mod chunk_queue;
 mod inbox;
 mod ipc;
 mod staged_chunks;

@@ -17,8 +17,8 @@ use crossrail_transport::{Place, Tx};
 use crossrail_types::{EndpointId, LaneId};
 use proto::{Body, Memory, Out, Time};
 
-use super::chunk_queue::{Landing, QueuedChunk, Stage};
 use super::staging_work::{StagingWork, Work};
+use crate::core::chunk_queue::{Landing, QueuedChunk, Stage};
 use crate::core::tables::Staged;
 use crate::core::tables::Tables;
 use crate::memory::GpuTimes;

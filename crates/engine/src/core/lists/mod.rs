@@ -1,4 +1,4 @@
-//! Lists and notices: the sender's side ([`outbox`]) and the receiver's ([`hosted`]).
+//! Lists and notices: the sender's side ([`outbox`](super::rows::outbox)) and the receiver's ([`hosted`](super::rows::hosted)).
 //!
 //! A list at its owner is a region: a linear space of bytes that writes and reads address by key and offset, and that
 //! chunks, rails and lost lanes know nothing about. Only where its bytes are is looked up in a [`List`]. The rows of
@@ -6,16 +6,8 @@
 //! view's owner copies, where it can reach the peer's memory; otherwise the bytes go as those of any write or read.
 #![allow(unsafe_code)]
 
-#[cfg(feature = "fuzzing")]
-pub mod fuzzing;
-pub(in crate::core) mod hosted;
-pub(in crate::core) mod outbox;
-pub(in crate::core) mod part;
 #[cfg(test)]
 mod tests;
-mod totals;
-pub(in crate::core) mod view;
-pub(crate) mod wire;
 
 use std::any::Any;
 use std::sync::Arc;
@@ -25,17 +17,17 @@ use crossrail_transport::{DirectKind, Index, Payload, Place, Tx};
 use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, OpId, Result};
 use proto::{Memory, Offer, Operation};
 
-use self::hosted::Hosted;
-pub(crate) use self::hosted::Raised;
-use self::hosted::{Arrived, Where};
-pub(crate) use self::outbox::SentDescription;
-use self::outbox::{Outbox, Waiting, cost};
-use self::part::PAIRED;
-pub(crate) use self::part::{FollowUp, Part};
-use self::wire::{Named, PUT_AHEAD, Reachable, Sort, TheirRows};
 use super::operations::ROWS;
 use super::outcome::{OpKind, gone};
 use super::peer_memory::create_domain;
+use super::rows::hosted::Hosted;
+pub(crate) use super::rows::hosted::Raised;
+use super::rows::hosted::{Arrived, Where};
+pub(crate) use super::rows::outbox::SentDescription;
+use super::rows::outbox::{Outbox, Waiting, cost};
+use super::rows::part::PAIRED;
+pub(crate) use super::rows::part::{FollowUp, Part};
+use super::rows::wire::{self, Named, PUT_AHEAD, Reachable, Sort, TheirRows};
 use super::tables::{Extent, Tables};
 use super::{Core, Transfers};
 use crate::memory::{Buffer, RegionStride, Space};

@@ -7,10 +7,10 @@ use crossrail_proto::RegionRef;
 use crossrail_transport::Loan;
 use crossrail_types::{EndpointId, Error, LaneId, OpId};
 
-use crate::core::lists::part::{FollowUp, Part};
 use crate::core::names::Names;
 use crate::core::outcome::{Carried, OpKind, Outcome, ShortEnd};
 use crate::core::receipt::Callback;
+use crate::core::rows::part::{FollowUp, Part};
 use crate::memory::{GpuTimes, Keep, OnGpu};
 
 /// The index of no entry.

@@ -31,17 +31,17 @@ impl Blocks {
     }
 
     /// Whether these are bytes of a block.
-    pub(super) fn hold(&self, bytes: &[u8]) -> bool {
+    pub(crate) fn hold(&self, bytes: &[u8]) -> bool {
         (self.base..self.base + BLOCKS_LEN).contains(&bytes.as_ptr().addr())
     }
 
     /// Stops allocating blocks: a copy has hung, so the GPU may still write to a block after it is freed.
-    pub(super) fn retire(&self) {
+    pub(crate) fn retire(&self) {
         self.retired.store(true, Ordering::Relaxed);
     }
 
     /// Memory for `len` bytes; `None` when it is more than a block has, or none is free.
-    pub(super) fn lend(self: &Arc<Blocks>, len: usize) -> Option<Scratch> {
+    pub(crate) fn lend(self: &Arc<Blocks>, len: usize) -> Option<Scratch> {
         if len > BLOCK || self.retired.load(Ordering::Relaxed) {
             return None;
         }
@@ -64,7 +64,7 @@ enum Memory {
 }
 
 impl Scratch {
-    pub(super) fn plain(len: usize) -> Scratch {
+    pub(crate) fn plain(len: usize) -> Scratch {
         Scratch { memory: Memory::Plain(vec![0; len].into()), len }
     }
 }

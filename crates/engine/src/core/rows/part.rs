@@ -12,7 +12,7 @@ use crossrail_proto as proto;
 use crate::core::returns::{Owner, Returns};
 
 /// First byte of an offer that stands for the pair in a view. No lane's descriptor begins so.
-pub(super) const PAIRED: u8 = 0xfe;
+pub(in crate::core) const PAIRED: u8 = 0xfe;
 
 /// Bytes of a list, from a position on.
 #[derive(Clone, Debug)]
@@ -46,7 +46,13 @@ pub(in crate::core) struct RowsBuffer {
 
 impl RowsBuffer {
     /// Memory for `len` bytes that go to `part`. What a lane keeps of former bytes that were given up is waited for.
-    pub(super) fn buffer(&mut self, part: Part, len: usize, loan: Arc<Loan>, returns: &mut Returns) -> *mut u8 {
+    pub(in crate::core) fn buffer(
+        &mut self,
+        part: Part,
+        len: usize,
+        loan: Arc<Loan>,
+        returns: &mut Returns,
+    ) -> *mut u8 {
         if let Some((_, loan)) = self.target.take()
             && !loan.keepers().is_empty()
         {

@@ -107,7 +107,7 @@ pub(crate) struct Hosted {
     /// Notices of ended peers in `raised`.
     left: LeftNotices,
     /// Bytes of each peer's notices that nobody has taken, at most.
-    pub(super) notices_max: u64,
+    pub(in crate::core) notices_max: u64,
 }
 
 impl Default for Hosted {

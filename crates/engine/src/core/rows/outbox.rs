@@ -12,25 +12,25 @@ use super::wire::{ENTRIES_MAX, LISTS_MAX, NOTHING, NOTICE_EXTRA, NOTICES_MAX, So
 pub(crate) struct SentDescription {
     pub(crate) sort: Sort,
     pub(crate) id: u32,
-    pub(super) weight: u64,
+    pub(in crate::core) weight: u64,
     /// The mail that brought it, if that waits or goes in chunks: later frames of the message stream may overtake it.
-    pub(super) mail: Option<OpId>,
+    pub(in crate::core) mail: Option<OpId>,
 }
 
 /// An operation that is in the table but not yet submitted to the protocol.
-pub(super) struct Waiting {
-    pub(super) op: OpId,
-    pub(super) operation: proto::Operation,
+pub(in crate::core) struct Waiting {
+    pub(in crate::core) op: OpId,
+    pub(in crate::core) operation: proto::Operation,
     /// The mails that must have arrived before.
-    pub(super) mails: Vec<OpId>,
+    pub(in crate::core) mails: Vec<OpId>,
     /// The notice to go ahead of it.
-    pub(super) notice: Option<(u32, Vec<u8>)>,
+    pub(in crate::core) notice: Option<(u32, Vec<u8>)>,
     /// Credit for notices that it takes.
-    pub(super) cost: u64,
+    pub(in crate::core) cost: u64,
     /// It is a notice, which must not overtake another.
-    pub(super) ordered: bool,
+    pub(in crate::core) ordered: bool,
     /// The view pairs rows of ours with the peer's, so the peer can copy between them by itself.
-    pub(super) paired: bool,
+    pub(in crate::core) paired: bool,
 }
 
 /// See the module. Part of a peer's entry.
@@ -39,14 +39,14 @@ pub(in crate::core) struct Outbox {
     entries: usize,
     bytes: u64,
     /// Mails in chunks on their way, those that wait for one, and the last of them that is a notice.
-    pub(super) long: HashSet<OpId>,
-    pub(super) notice: Option<OpId>,
+    pub(in crate::core) long: HashSet<OpId>,
+    pub(in crate::core) notice: Option<OpId>,
     waiting: VecDeque<Waiting>,
     /// Of notices sent, and of those that the peer has taken: their bytes, with the [extra](NOTICE_EXTRA).
     noticed: u64,
     credited: u64,
     /// Maximum of `noticed` minus `credited`: the peer's credit for notices, in bytes.
-    pub(super) notices_max: u64,
+    pub(in crate::core) notices_max: u64,
 }
 
 impl Default for Outbox {
@@ -66,13 +66,13 @@ impl Default for Outbox {
 }
 
 /// What a notice of so many bytes costs.
-pub(super) fn cost(len: usize) -> u64 {
+pub(in crate::core) fn cost(len: usize) -> u64 {
     len as u64 + NOTICE_EXTRA
 }
 
 impl Outbox {
     /// A new id.
-    pub(super) fn id(&mut self) -> u32 {
+    pub(in crate::core) fn id(&mut self) -> u32 {
         self.next = self.next.wrapping_add(1);
         if self.next == NOTHING {
             self.next = 0;
@@ -81,7 +81,7 @@ impl Outbox {
     }
 
     /// Counts a list of that weight at the peer; false if the peer would not take it.
-    pub(super) fn charge(&mut self, weight: u64) -> bool {
+    pub(in crate::core) fn charge(&mut self, weight: u64) -> bool {
         let fits = self.entries < ENTRIES_MAX && self.bytes.saturating_add(weight) <= LISTS_MAX;
         if fits {
             self.entries += 1;
@@ -91,18 +91,18 @@ impl Outbox {
     }
 
     /// Returns the charge of a list that the peer is told to drop.
-    pub(super) fn discharge(&mut self, sent: &SentDescription) {
+    pub(in crate::core) fn discharge(&mut self, sent: &SentDescription) {
         self.entries = self.entries.saturating_sub(1);
         self.bytes = self.bytes.saturating_sub(sent.weight);
     }
 
     /// Which of `mails` are still on their way.
-    pub(super) fn outstanding(&self, mails: impl IntoIterator<Item = OpId>) -> Vec<OpId> {
+    pub(in crate::core) fn outstanding(&self, mails: impl IntoIterator<Item = OpId>) -> Vec<OpId> {
         mails.into_iter().filter(|op| self.long.contains(op)).collect()
     }
 
     /// Whether `mails` have arrived and there is credit: then the operation begins, and its credit is taken.
-    pub(super) fn may_begin(&mut self, waiting: &Waiting) -> bool {
+    pub(in crate::core) fn may_begin(&mut self, waiting: &Waiting) -> bool {
         // Notices keep their order.
         let queued = waiting.cost > 0 && self.waiting.iter().any(|other| other.cost > 0);
         !queued && self.is_ready(waiting) && self.take_credit(waiting.cost)
@@ -122,7 +122,7 @@ impl Outbox {
     }
 
     /// A notice will not be sent after all: its credit returns.
-    pub(super) fn return_credit(&mut self, cost: u64) {
+    pub(in crate::core) fn return_credit(&mut self, cost: u64) {
         self.noticed -= cost;
     }
 
@@ -131,12 +131,12 @@ impl Outbox {
         !self.waiting.is_empty()
     }
 
-    pub(super) fn wait(&mut self, waiting: Waiting) {
+    pub(in crate::core) fn wait(&mut self, waiting: Waiting) {
         self.waiting.push_back(waiting);
     }
 
     /// The next that may begin.
-    pub(super) fn ready(&mut self) -> Option<Waiting> {
+    pub(in crate::core) fn ready(&mut self) -> Option<Waiting> {
         let mut blocked = false;
         for at in 0..self.waiting.len() {
             let waiting = &self.waiting[at];
@@ -150,19 +150,19 @@ impl Outbox {
     }
 
     /// Takes an operation out that has not begun.
-    pub(super) fn leave(&mut self, op: OpId) -> bool {
+    pub(in crate::core) fn leave(&mut self, op: OpId) -> bool {
         let at = self.waiting.iter().position(|waiting| waiting.op == op);
         at.is_some_and(|at| self.waiting.remove(at).is_some())
     }
 
     /// Everything that waits, because the peer has ended.
-    pub(super) fn give_up(&mut self) -> Vec<OpId> {
+    pub(in crate::core) fn give_up(&mut self) -> Vec<OpId> {
         self.long.clear();
         self.waiting.drain(..).map(|waiting| waiting.op).collect()
     }
 
     /// The peer has taken so many bytes of notices in all.
-    pub(super) fn credit(&mut self, taken: u64) {
+    pub(in crate::core) fn credit(&mut self, taken: u64) {
         self.credited = self.credited.max(taken.min(self.noticed));
     }
 }

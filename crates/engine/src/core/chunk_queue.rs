@@ -48,14 +48,14 @@ struct Staged {
 }
 
 /// A chunk that waits for its turn.
-pub(super) struct QueuedChunk {
-    pub(super) number: u64,
-    pub(super) out: Out,
-    pub(super) stage: Stage,
+pub(in crate::core) struct QueuedChunk {
+    pub(in crate::core) number: u64,
+    pub(in crate::core) out: Out,
+    pub(in crate::core) stage: Stage,
 }
 
 /// How far a queued chunk is.
-pub(super) enum Stage {
+pub(in crate::core) enum Stage {
     /// It waits for a bounce slot.
     Slotless,
     Packing,
@@ -79,7 +79,7 @@ struct InFlight {
 }
 
 /// The payload that is being received.
-pub(super) enum Landing {
+pub(in crate::core) enum Landing {
     /// A chunk, in a bounce slot.
     Chunk { slot: Slot, gpu: u32, memory: Memory, dst: ChunkMemory, len: usize },
     /// A short message for GPU memory, in host memory.
@@ -114,12 +114,12 @@ impl ChunkQueue {
     }
 
     /// Whether chunks wait for their turn.
-    pub(super) fn is_waiting(&self) -> bool {
+    pub(in crate::core) fn is_waiting(&self) -> bool {
         self.staged.as_ref().is_some_and(|staged| staged.turn || !staged.queue.is_empty())
     }
 
     /// The lane asks for a frame, and its next chunk waits for a GPU: the chunk's memory, the first time.
-    pub(super) fn starve(&mut self) -> Option<Memory> {
+    pub(in crate::core) fn starve(&mut self) -> Option<Memory> {
         let staged = self.staged.as_mut().filter(|staged| staged.starved.is_none())?;
         let next = staged.queue.front().filter(|queued| !queued.stage.is_ready())?;
         let proto::Body::Memory { memory, .. } = next.out.body else { return None };
@@ -128,26 +128,26 @@ impl ChunkQueue {
     }
 
     /// The lane has its next chunk, or needs none any more: the memory of the chunk that it has waited for.
-    pub(super) fn feed(&mut self) -> Option<Memory> {
+    pub(in crate::core) fn feed(&mut self) -> Option<Memory> {
         self.staged.as_mut()?.starved.take()
     }
 
     /// Counts a chunk that the protocol gave to the lane; its number.
-    pub(super) fn count(&mut self) -> u64 {
+    pub(in crate::core) fn count(&mut self) -> u64 {
         self.given += 1;
         self.given - 1
     }
 
-    pub(super) fn push(&mut self, chunk: QueuedChunk) {
+    pub(in crate::core) fn push(&mut self, chunk: QueuedChunk) {
         self.staged_mut().queue.push_back(chunk);
     }
 
     /// The oldest chunk that waits for a slot.
-    pub(super) fn first_slotless(&self) -> Option<&QueuedChunk> {
+    pub(in crate::core) fn first_slotless(&self) -> Option<&QueuedChunk> {
         self.staged.as_ref()?.queue.iter().find(|queued| matches!(queued.stage, Stage::Slotless))
     }
 
-    pub(super) fn set_stage(&mut self, number: u64, stage: Stage) {
+    pub(in crate::core) fn set_stage(&mut self, number: u64, stage: Stage) {
         let queue = self.staged.as_mut().map(|staged| &mut staged.queue);
         if let Some(queued) = queue.into_iter().flatten().find(|queued| queued.number == number) {
             queued.stage = stage;
@@ -155,7 +155,7 @@ impl ChunkQueue {
     }
 
     /// Chunks of memory that `which` names and that are not packed go out as void.
-    pub(super) fn void(&mut self, which: impl Fn(&Memory) -> bool) {
+    pub(in crate::core) fn void(&mut self, which: impl Fn(&Memory) -> bool) {
         for queued in self.staged.iter_mut().flat_map(|staged| &mut staged.queue) {
             let named = matches!(&queued.out.body, proto::Body::Memory { memory, .. } if which(memory));
             if named && !queued.stage.is_ready() {
@@ -165,17 +165,17 @@ impl ChunkQueue {
     }
 
     /// How long the lane's next chunk may be.
-    pub(super) fn most(&self) -> u64 {
+    pub(in crate::core) fn most(&self) -> u64 {
         self.staged.as_ref().map_or(FIRST, |staged| FIRST << (staged.run + staged.queue.len()).min(32))
     }
 
     /// Whether the lane's pending frame is a chunk.
-    pub(super) fn is_turn(&self) -> bool {
+    pub(in crate::core) fn is_turn(&self) -> bool {
         self.staged.as_ref().is_some_and(|staged| staged.turn)
     }
 
     /// The pending chunk, if any, is being sent. `idle`: there was none.
-    pub(super) fn end_turn(&mut self, idle: bool) {
+    pub(in crate::core) fn end_turn(&mut self, idle: bool) {
         let staged = self.staged_mut();
         staged.turn = false;
         if idle && staged.queue.is_empty() {
@@ -210,7 +210,7 @@ impl ChunkQueue {
     }
 
     /// The lane no longer reads a packed chunk.
-    pub(super) fn sent(&mut self, number: u64) {
+    pub(in crate::core) fn sent(&mut self, number: u64) {
         let acked = self.acked;
         if let Some(staged) = &mut self.staged {
             if let Some(chunk) = staged.in_flight.iter_mut().find(|chunk| chunk.number == number) {
@@ -221,7 +221,7 @@ impl ChunkQueue {
     }
 
     /// The peer has consumed this many more of the lane's chunks.
-    pub(super) fn consumed(&mut self, chunks: u32) {
+    pub(in crate::core) fn consumed(&mut self, chunks: u32) {
         self.acked += u64::from(chunks);
         let acked = self.acked;
         if let Some(staged) = &mut self.staged {
@@ -229,16 +229,16 @@ impl ChunkQueue {
         }
     }
 
-    pub(super) fn set_landing(&mut self, landing: Landing) {
+    pub(in crate::core) fn set_landing(&mut self, landing: Landing) {
         self.staged_mut().landing = Some(landing);
     }
 
-    pub(super) fn take_landing(&mut self) -> Option<Landing> {
+    pub(in crate::core) fn take_landing(&mut self) -> Option<Landing> {
         self.staged.as_mut()?.landing.take()
     }
 
     /// The memory for which a chunk is being received.
-    pub(super) fn landing_chunk(&self) -> Option<Memory> {
+    pub(in crate::core) fn landing_chunk(&self) -> Option<Memory> {
         match self.staged.as_ref()?.landing {
             Some(Landing::Chunk { memory, .. }) => Some(memory),
             _ => None,

@@ -5,11 +5,11 @@ use std::sync::Arc;
 use crossrail_transport::DirectKind;
 use crossrail_types::{EndpointId, LaneId, OpId, Result};
 
-use super::{Collected, HeldTimes, LaneShare, Protocol, Receipt, Rest, us};
-use crate::core::Core;
-use crate::core::names::Names;
-use crate::core::operations::OpStatus;
-use crate::core::outcome::{Carried, Finish, More, Outcome, Way, gone};
+use super::Core;
+use super::names::Names;
+use super::operations::OpStatus;
+use super::outcome::{Carried, Finish, More, Outcome, Way, gone};
+use super::receipt::{Collected, HeldTimes, LaneShare, Protocol, Receipt, Rest, us};
 
 fn protocol(receipt: &crossrail_proto::Receipt, direct: Option<DirectKind>) -> Protocol {
     match (receipt.protocol, direct) {
