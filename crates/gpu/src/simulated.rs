@@ -10,7 +10,7 @@ use std::num::NonZeroUsize;
 use std::os::fd::AsFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use crossrail_locks::{Condvar, Mutex, MutexGuard};
@@ -81,6 +81,7 @@ impl Drop for Pages {
 struct Counts {
     submitted: AtomicU64,
     complete: AtomicU64,
+    failed: AtomicBool,
 }
 
 /// A stream of a simulated GPU: a test submits work, and completes it.
@@ -97,6 +98,9 @@ struct Point {
 
 impl Reached for Point {
     fn is_reached(&self) -> Result<bool> {
+        if self.counts.failed.load(Ordering::Acquire) {
+            return Err(Error::new(ErrorKind::Io, "stream", "the simulated work failed"));
+        }
         Ok(self.counts.complete.load(Ordering::Acquire) >= self.at)
     }
 }
@@ -115,6 +119,11 @@ impl SimulatedStream {
     /// Completes all submitted work.
     pub fn finish(&self) {
         self.counts.complete.store(self.counts.submitted.load(Ordering::Acquire), Ordering::Release);
+    }
+
+    /// Fails all submitted work, and what is submitted later.
+    pub fn fail(&self) {
+        self.counts.failed.store(true, Ordering::Release);
     }
 }
 

@@ -340,8 +340,7 @@ class RemoteCache:
     ) -> Request:
         """Write blocks of this cache into the peer's; as `prepare`, and starts it.
 
-        GPU memory is read behind the work enqueued so far in ``stream``; if that has not finished, each row is an
-        operation of its own, which `push_layers` avoids.
+        GPU memory is read behind the work enqueued so far in ``stream``.
         """
         return self.prepare("push", blocks, remote_blocks, layers=layers, notice=notice).start(stream=stream)
 
@@ -383,28 +382,13 @@ class LayerPush:
     def start(self, layer: int, *, stream: Any = None) -> None:
         """Start a layer; does not wait.
 
-        With ``stream``, as for `Move.start`, GPU memory is read behind the work enqueued in it so far: one row waits
-        for that, and later operations with the peer wait for the row; then all rows follow as one transfer.
+        With ``stream``, as for `Move.start`, GPU memory is read behind the work enqueued in it so far.
         """
         with self._lock:
             if not 0 <= layer < len(self._moves) or layer in self._requests:
                 raise wrong("push_layers", f"layer {layer} of {len(self._moves)}, or it was started before")
-            move = self._moves[layer]
-            first = move.start() if stream is None else move.start(rows=range(1), stream=stream)
-            self._requests[layer] = first
-        first.on_complete(self._arrived if stream is None else lambda request: self._follow(layer, request))
-
-    def _follow(self, layer: int, first: Request) -> None:
-        try:
-            first.test()
-            with self._lock:
-                if self._failure is not None:
-                    return
-                rest = self._requests[layer] = self._moves[layer].start()
-        except CrossrailError as error:
-            self._end(error)
-        else:
-            rest.on_complete(self._arrived)
+            request = self._requests[layer] = self._moves[layer].start(stream=stream)
+        request.on_complete(self._arrived)
 
     def _arrived(self, request: Request) -> None:
         try:

@@ -5,6 +5,7 @@ use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
 
+use crossrail_gpu::StreamPoint;
 use crossrail_locks::Mutex;
 use crossrail_proto::RegionRef;
 use crossrail_transport::List;
@@ -257,6 +258,7 @@ impl Move {
             let detail = format!("rows {}..{} of {}", rows.start, rows.end, own.count());
             return Err(Error::new(ErrorKind::Usage, "start", detail));
         }
+        let after = if self.prepared.view.is_some() { self.to_wait_for(options.after.as_ref())? } else { None };
         let mut started = self.started.lock();
         let mut core = progress.core();
         if started.is_some_and(|op| !core.operations().is_done(op)) {
@@ -267,12 +269,7 @@ impl Move {
         self.prepared.local.check_live(&mut core)?;
         let (from, end) = (own.position(rows.start), own.position(rows.end));
         let gpu = self.prepared.local.device(&mut core);
-        // A view does not wait for a stream.
-        let ready = match &options.after {
-            Some(after) if gpu.is_some() => after.0.is_reached()?,
-            _ => true,
-        };
-        let op = match self.prepared.view.filter(|_| ready) {
+        let op = match self.prepared.view {
             Some(view) => {
                 let kind = match self.kind {
                     MoveKind::Read => OpKind::Read,
@@ -281,7 +278,8 @@ impl Move {
                 let (local, notice) = (Part { list: own.clone(), from, gpu }, notice.to_vec());
                 let over = self.prepared.over.clone();
                 let keep = self.keep();
-                let what = ListOperation { kind, view, local, over, len: end - from, imm: self.imm, notice, keep };
+                let what =
+                    ListOperation { kind, view, local, over, len: end - from, imm: self.imm, notice, keep, after };
                 let op = core.start_list(self.endpoint.id, what);
                 progress.after(core);
                 op?
@@ -293,6 +291,18 @@ impl Move {
         };
         *started = Some(op);
         Ok(Request::new(progress, op))
+    }
+
+    /// The GPU whose memory the local rows are, and the point in a stream of it, unless that is reached.
+    fn to_wait_for(&self, after: Option<&Ready>) -> Result<Option<(u32, StreamPoint)>> {
+        let Some(Ready(point)) = after else { return Ok(None) };
+        let Prepared { progress, local, .. } = &*self.prepared;
+        let Some(device) = local.device(&mut progress.core()).filter(|_| !local.is_host()) else { return Ok(None) };
+        if point.is_reached()? {
+            return Ok(None);
+        }
+        progress::admit_device(progress, &device)?;
+        Ok(Some((device.ordinal(), point.clone())))
     }
 
     fn keep(&self) -> Arc<dyn Any + Send + Sync> {

@@ -252,6 +252,9 @@ impl Core {
     pub(crate) fn complete_staging(&mut self) -> bool {
         let Some(changes) = self.transfers.gpu.complete(&mut self.transfers.tables) else { return false };
         self.start_released(changes.released);
+        for (ticket, result) in changes.reached {
+            lists::stream_reached(&mut self.transfers, ticket, result);
+        }
         for endpoint in changes.endpoints {
             self.transfers.settle_aside(endpoint);
         }

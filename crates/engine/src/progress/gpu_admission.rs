@@ -1,6 +1,6 @@
 //! Memory of GPUs as operations bring it in, and what the GPUs' stagers tell a worker.
 
-use std::sync::Weak;
+use std::sync::{Arc, Weak};
 
 use crossrail_types::{Error, ErrorKind, Result};
 
@@ -8,7 +8,7 @@ use super::Progress;
 use crate::core::gone;
 use crate::core::gpu::UsedGpu;
 use crate::memory::Buffer;
-use crossrail_gpu::{Completion, StagingListener, StreamPoint};
+use crossrail_gpu::{Completion, Device, StagingListener, StreamPoint};
 
 /// Never waits for the worker's lock: a thread that holds it may be waiting for the stager.
 impl StagingListener for Progress {
@@ -52,7 +52,17 @@ fn admit_gpu(progress: &Progress, buffer: &mut Buffer) -> Result<()> {
     {
         gpu.after = None;
     }
-    if !progress.core.lock().transfers().gpu().uses(gpu.ordinal) {
+    admit_device(progress, &device)?;
+    gpu.device = Some(device);
+    Ok(())
+}
+
+/// Lets operations name memory of that GPU, and wait for its streams. Must be called without the worker's lock.
+///
+/// # Errors
+/// `Closed`; as [`admit`] for bounce memory.
+pub(crate) fn admit_device(progress: &Progress, device: &Arc<Device>) -> Result<()> {
+    if !progress.core.lock().transfers().gpu().uses(device.ordinal()) {
         let me: Weak<Progress> = progress.me.clone();
         let queue = device.stager()?.attach(me);
         let gpus = progress.environment.ipc_gpus();
@@ -60,9 +70,9 @@ fn admit_gpu(progress: &Progress, buffer: &mut Buffer) -> Result<()> {
             progress.log.warn(format_args!("no direct copies of GPU memory ({why}); through host memory instead"));
         }
         if let Ok(gpus) = &gpus
-            && let Some(why) = gpus.load_kernels(gpu.ordinal, progress.environment.settings())
+            && let Some(why) = gpus.load_kernels(device.ordinal(), progress.environment.settings())
         {
-            progress.log.info(format_args!("copy engines move rows of cuda:{}, one by one: {why}", gpu.ordinal));
+            progress.log.info(format_args!("copy engines move rows of cuda:{}, one by one: {why}", device.ordinal()));
         }
         let spare = {
             let mut core = progress.core.lock();
@@ -74,7 +84,6 @@ fn admit_gpu(progress: &Progress, buffer: &mut Buffer) -> Result<()> {
         };
         drop(spare);
     }
-    gpu.device = Some(device);
     Ok(())
 }
 

@@ -27,7 +27,7 @@ pub(crate) use self::connections::Connections;
 use self::core_lock::CoreLock;
 pub use self::core_lock::{CallerLock, set_caller_lock};
 pub(crate) use self::event_fd::EventsFd;
-pub(crate) use self::gpu_admission::{admit, admit_links, admit_shared, wait_ready};
+pub(crate) use self::gpu_admission::{admit, admit_device, admit_links, admit_shared, wait_ready};
 pub(crate) use self::group::About;
 use self::group::SocketEvent;
 use self::page_rows::PageRows;

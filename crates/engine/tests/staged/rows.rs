@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crossrail::{ErrorKind, Memory, Move, MoveKind, MoveOptions, Place, Protocol, Ready, Region, Row, StartOptions};
 
-use super::{LIMIT, Pair, bytes_of, done, each, filled, gpus, pattern, still_works};
+use super::{LIMIT, Pair, bytes_of, done, each, filled, gpus, pattern, still_works, until};
 
 /// Rows of a GPU's memory at each end, in orders of their own, and what both memories are after the move.
 struct Rows {
@@ -127,13 +127,66 @@ fn rows_of_gpus_wait_for_a_stream() {
             assert!(bytes_of(&rows.own).iter().all(|byte| *byte == 7), "{what}: read before the stream");
             rows.own.fill_from(0, &before[0]).unwrap();
             stream.finish();
-            assert_eq!(done(&what, request).bytes, rows.prepared.nbytes(), "{what}");
+            let receipt = done(&what, request);
+            assert_eq!((receipt.bytes, receipt.protocol), (rows.prepared.nbytes(), Protocol::Chunks), "{what}");
             assert!(bytes_of(&rows.own) == rows.expected[0], "{what}: ours");
             assert!(bytes_of(&rows.other) == rows.expected[1], "{what}: theirs");
-            // A stream that has come so far is not waited for: one transfer.
             let again = rows.prepared.start(StartOptions { after: Some(now()), ..StartOptions::default() }).unwrap();
             assert_eq!(done(&what, again).protocol, Protocol::Chunks, "{what}");
         }
+    });
+}
+
+#[test]
+#[allow(unsafe_code)]
+fn rows_that_wait_for_a_stream_hold_nothing_else_up() {
+    each(|transport, pair| {
+        let rows = rows(&pair, MoveKind::Write);
+        let stream = gpus(&pair.one)[0].stream();
+        // SAFETY: a simulated stream's handle is no pointer.
+        let now = || unsafe { Ready::on_stream(&pair.one, 0, stream.handle()) }.unwrap();
+        let start = |notice| {
+            let after = Some(now());
+            rows.prepared.start(StartOptions { after, notice: Some(notice), ..StartOptions::default() }).unwrap()
+        };
+        let notices = |count: usize| {
+            let mut all = Vec::new();
+            until(transport, || {
+                all.extend(pair.b.notices(8).into_iter().map(|notice| notice.bytes));
+                all.len() >= count
+            });
+            all
+        };
+        stream.put_in();
+        let cancelled = start(b"never");
+        cancelled.cancel();
+        assert_eq!(cancelled.wait(LIMIT).unwrap_err().kind, ErrorKind::Cancelled, "{transport}");
+        let first = start(b"first");
+        let message = pair.ab.send(vec![5; 100], 9).unwrap();
+        done(transport, pair.b.recv(vec![0; 100], 9, u64::MAX, None).unwrap());
+        done(transport, message);
+        done(transport, pair.ab.notify(b"second").unwrap());
+        assert!(!first.is_done(), "{transport}: before the stream");
+        stream.finish();
+        done(transport, first);
+        assert_eq!(notices(2), [&b"second"[..], b"first"], "{transport}");
+        assert!(bytes_of(&rows.other) == rows.expected[1], "{transport}: theirs");
+
+        let broken = gpus(&pair.one)[0].stream();
+        broken.put_in();
+        // SAFETY: as above.
+        let after = Some(unsafe { Ready::on_stream(&pair.one, 0, broken.handle()) }.unwrap());
+        let failed = rows.prepared.start(StartOptions { after, notice: Some(b"no"), ..Default::default() }).unwrap();
+        broken.fail();
+        let error = failed.wait(LIMIT).unwrap_err();
+        assert_eq!((error.kind, &*error.operation), (ErrorKind::Io, "write"), "{transport}: {error}");
+        still_works(transport, &pair);
+
+        stream.put_in();
+        let lost = start(b"lost");
+        pair.b.close().unwrap();
+        assert_eq!(lost.wait(LIMIT).unwrap_err().kind, ErrorKind::PeerDead, "{transport}");
+        stream.finish();
     });
 }
 

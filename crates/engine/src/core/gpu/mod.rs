@@ -53,6 +53,8 @@ pub(super) struct Changes {
     pub(super) endpoints: Vec<EndpointId>,
     /// Operations to start or fail.
     pub(super) released: Vec<Released>,
+    /// Points in streams that are reached, by ticket, or why not: of moves of rows.
+    pub(super) reached: Vec<(u64, crossrail_types::Result<()>)>,
     /// Lanes under the lock must be polled.
     pub(super) polled_lane_ready: bool,
 }
@@ -199,7 +201,10 @@ impl GpuMemory {
         for completion in completions {
             match self.staged.complete(tables, completion) {
                 Completed::Transfer(endpoint) => changes.endpoints.push(endpoint),
-                Completed::Wait(ticket, result) => changes.released.extend(self.gates.completed(ticket, result)),
+                Completed::Wait(ticket, result) => match self.gates.completed(ticket, result) {
+                    Ok(released) => changes.released.extend(released),
+                    Err(result) => changes.reached.push((ticket, result)),
+                },
                 Completed::Nothing => {}
             }
         }

@@ -96,19 +96,23 @@ impl StreamGates {
         self.release(of)
     }
 
-    /// A ticket is complete. Those that may start now.
-    pub(super) fn completed(&mut self, ticket: u64, result: Result<()>) -> Vec<Released> {
+    /// A ticket is complete. Those that may start now; `Err`: nothing here waits for it.
+    pub(super) fn completed(
+        &mut self,
+        ticket: u64,
+        result: Result<()>,
+    ) -> std::result::Result<Vec<Released>, Result<()>> {
         let gates = self.endpoints.iter_mut().map(|(endpoint, gate)| (GateOf::Endpoint(*endpoint), gate));
         let found = gates.chain([(GateOf::Receives, &mut self.receives)]).find_map(|(of, gate)| {
             let waits = |waiting: &&mut Waiting| matches!(waiting.until, Until::Ticket(known) if known == ticket);
             gate.0.iter_mut().find(waits).map(|waiting| (of, waiting))
         });
-        let Some((of, waiting)) = found else { return Vec::new() };
+        let Some((of, waiting)) = found else { return Err(result) };
         waiting.until = match result {
             Ok(()) => Until::Turn,
             Err(error) => Until::Failed(Box::new(error)),
         };
-        self.release(of)
+        Ok(self.release(of))
     }
 
     /// Takes an operation out that has not started; `None`: it does not wait here. Those that may start now.

@@ -12,6 +12,7 @@ mod tests;
 use std::any::Any;
 use std::sync::Arc;
 
+use crossrail_gpu::StreamPoint;
 use crossrail_proto as proto;
 use crossrail_transport::{DirectKind, Index, Payload, Place, Tx};
 use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, OpId, Result};
@@ -45,6 +46,8 @@ pub(crate) struct ListOperation {
     pub(crate) notice: Vec<u8>,
     /// Dropped when the operation is over, under the worker's lock.
     pub(crate) keep: Arc<dyn Any + Send + Sync>,
+    /// The point in a stream of that GPU before which no row is touched. The GPU was [admitted](crate::progress::admit).
+    pub(crate) after: Option<(u32, StreamPoint)>,
 }
 
 /// The rows of a layout: regions, and strides in them.
@@ -131,7 +134,7 @@ impl Core {
     /// # Errors
     /// `PeerDead`, `Closed`. Later failures are the operation's outcome.
     pub(crate) fn start_list(&mut self, endpoint: EndpointId, what: ListOperation) -> Result<OpId> {
-        let ListOperation { kind, view, local, over, len, imm, notice, keep } = what;
+        let ListOperation { kind, view, local, over, len, imm, notice, keep, after } = what;
         self.check_alive(endpoint, kind.name())?;
         let from = local.from;
         // SAFETY: no address; the rows' memory is kept by `keep`.
@@ -158,10 +161,10 @@ impl Core {
             entry.set_over(over);
         }
         let cost = behind.map_or(0, |_| cost(notice.len()));
-        self.transfers.begin_or_wait(
-            endpoint,
-            Waiting { op, operation, mails, notice: behind.map(|id| (id, notice)), cost, ordered: false, paired },
-        );
+        let after = after.and_then(|(ordinal, point)| self.transfers.gpu.wait_for(ordinal, point));
+        let notice = behind.map(|id| (id, notice));
+        self.transfers
+            .begin_or_wait(endpoint, Waiting { op, operation, mails, after, notice, cost, ordered: false, paired });
         self.transfers.settle(endpoint);
         Ok(op)
     }
@@ -236,6 +239,24 @@ impl Core {
     }
 }
 
+/// Begins the move that waits for the ticket's point in a stream, or fails it.
+pub(super) fn stream_reached(transfers: &mut Transfers, ticket: u64, result: Result<()>) {
+    let tables = &mut transfers.tables;
+    let found = tables.peers.ids().into_iter().find_map(|endpoint| {
+        let op = tables.peers.get_mut(endpoint)?.outbox.reached(ticket)?;
+        Some((endpoint, op))
+    });
+    let Some((endpoint, op)) = found else { return };
+    if let Err(error) = result {
+        let what = tables.operations.op(op).map_or(String::new(), |entry| entry.kind().name().to_owned());
+        if tables.peers.get_mut(endpoint).is_some_and(|peer| peer.outbox.leave(op)) {
+            tables.operations.finish(op, Err(Box::new(Error { operation: what, ..error })));
+        }
+    }
+    transfers.begin_waiting(endpoint);
+    transfers.settle(endpoint);
+}
+
 impl Transfers {
     /// Sends a mail, once `mails` have arrived. `Some`: it waits for those or goes in chunks, and later frames may
     /// overtake it.
@@ -247,7 +268,16 @@ impl Transfers {
         }
         let peer = self.tables.peers.get_mut(endpoint)?;
         peer.outbox.long.insert(op);
-        peer.outbox.wait(Waiting { op, operation, mails, notice: None, cost: 0, ordered: false, paired: false });
+        peer.outbox.wait(Waiting {
+            op,
+            operation,
+            mails,
+            after: None,
+            notice: None,
+            cost: 0,
+            ordered: false,
+            paired: false,
+        });
         Some(op)
     }
 
@@ -292,7 +322,7 @@ impl Transfers {
         let (op, operation) = self.put_mail(endpoint, OpKind::Notice, (Sort::Notice, 0), bytes);
         self.begin_or_wait(
             endpoint,
-            Waiting { op, operation, mails: Vec::new(), notice: None, cost, ordered: true, paired: false },
+            Waiting { op, operation, mails: Vec::new(), after: None, notice: None, cost, ordered: true, paired: false },
         );
         op
     }
@@ -302,7 +332,7 @@ impl Transfers {
         self.tables.operations.detach(op);
         self.begin_or_wait(
             endpoint,
-            Waiting { op, operation, mails, notice: None, cost: 0, ordered: false, paired: false },
+            Waiting { op, operation, mails, after: None, notice: None, cost: 0, ordered: false, paired: false },
         );
     }
 
@@ -345,7 +375,8 @@ impl Transfers {
         if let Some((id, bytes)) = notice
             && let Some(mail) = self.mail(endpoint, (Sort::Behind, id), bytes, Vec::new())
         {
-            let waiting = Waiting { op, operation, mails: vec![mail], notice: None, cost: 0, ordered: false, paired };
+            let mails = vec![mail];
+            let waiting = Waiting { op, operation, mails, after: None, notice: None, cost: 0, ordered: false, paired };
             if let Some(peer) = self.tables.peers.get_mut(endpoint) {
                 peer.outbox.wait(waiting);
             }

@@ -23,6 +23,8 @@ pub(in crate::core) struct Waiting {
     pub(in crate::core) operation: proto::Operation,
     /// The mails that must have arrived before.
     pub(in crate::core) mails: Vec<OpId>,
+    /// The ticket of the point in a caller's stream that must be reached before.
+    pub(in crate::core) after: Option<u64>,
     /// The notice to go ahead of it.
     pub(in crate::core) notice: Option<(u32, Vec<u8>)>,
     /// Credit for notices that it takes.
@@ -103,14 +105,14 @@ impl Outbox {
 
     /// Whether `mails` have arrived and there is credit: then the operation begins, and its credit is taken.
     pub(in crate::core) fn may_begin(&mut self, waiting: &Waiting) -> bool {
-        // Notices keep their order.
-        let queued = waiting.cost > 0 && self.waiting.iter().any(|other| other.cost > 0);
+        // Notices keep their order, but for those of moves that wait for a stream.
+        let queued = waiting.cost > 0 && self.waiting.iter().any(|other| other.cost > 0 && other.after.is_none());
         !queued && self.is_ready(waiting) && self.take_credit(waiting.cost)
     }
 
     fn is_ready(&self, waiting: &Waiting) -> bool {
         let before = self.notice.filter(|_| waiting.ordered);
-        waiting.mails.iter().chain(&before).all(|op| !self.long.contains(op))
+        waiting.after.is_none() && waiting.mails.iter().chain(&before).all(|op| !self.long.contains(op))
     }
 
     fn take_credit(&mut self, cost: u64) -> bool {
@@ -141,12 +143,20 @@ impl Outbox {
         for at in 0..self.waiting.len() {
             let waiting = &self.waiting[at];
             let (cost, ready) = (waiting.cost, self.is_ready(waiting));
+            let blocks = cost > 0 && waiting.after.is_none();
             if ready && !(blocked && cost > 0) && self.take_credit(cost) {
                 return self.waiting.remove(at);
             }
-            blocked |= cost > 0;
+            blocked |= blocks;
         }
         None
+    }
+
+    /// The point in a stream with that ticket is reached; the operation that waits for it, if that is here.
+    pub(in crate::core) fn reached(&mut self, ticket: u64) -> Option<OpId> {
+        let waiting = self.waiting.iter_mut().find(|waiting| waiting.after == Some(ticket))?;
+        waiting.after = None;
+        Some(waiting.op)
     }
 
     /// Takes an operation out that has not begun.

@@ -185,6 +185,7 @@ impl Node {
             imm: None,
             notice: bytes.clone(),
             keep: Arc::new(()),
+            after: None,
         };
         if let Ok(id) = core.start_list(*endpoint, what) {
             let (of, notice) = (Some((at, from, end)), !bytes.is_empty());
