@@ -63,7 +63,7 @@ impl Request {
             progress::admit(progress, &mut buffer)?;
             core = progress.core();
         }
-        let op = core.submit(endpoint, submission, buffer);
+        let op = core.submit_at_length(endpoint, submission, buffer);
         progress.after(core);
         Ok(Request::new(progress, op?))
     }

@@ -21,8 +21,8 @@ const HELP_MIN: u64 = 128 << 10;
 
 impl Core {
     /// Submits an operation of host memory that can start at once, as most can. `Ok`: whether nothing has changed that
-    /// other threads must hear of, too; the buffer keeps nothing any more. `None`: nothing was done, and
-    /// [`Core::submit`] decides.
+    /// other threads must hear of, too; the buffer keeps nothing any more. `None`: nothing was done;
+    /// [`Core::submit_at_length`] does it.
     #[inline(always)]
     pub(crate) fn submit_now(
         &mut self,
@@ -57,9 +57,19 @@ impl Core {
         submission: Submission,
         mut buffer: Buffer,
     ) -> Result<OpId> {
-        if let Some((op, _)) = self.submit_now(endpoint, submission, &mut buffer) {
-            return Ok(op);
+        match self.submit_now(endpoint, submission, &mut buffer) {
+            Some((op, _)) => Ok(op),
+            None => self.submit_at_length(endpoint, submission, buffer),
         }
+    }
+
+    /// [`Core::submit`] of anything that cannot start at once, with its errors.
+    pub(crate) fn submit_at_length(
+        &mut self,
+        endpoint: Option<EndpointId>,
+        submission: Submission,
+        buffer: Buffer,
+    ) -> Result<OpId> {
         let kind = submission.kind();
         if self.closed || (kind != OpKind::Receive && !self.is_alive(endpoint)) {
             return Err(self.refusal(endpoint, kind));
