@@ -140,7 +140,7 @@ def test_a_check_with_an_option_is_refused_without_it(
 
 
 def check_of(body: Any, limit_s: float = 5.0) -> Check:
-    return Check("id", "group", "Tests.", "rule", "mends", limit_s, body)
+    return Check("id", "Tests.", "rule", "mends", body, "group", limit_s)
 
 
 def test_a_check_that_fails_or_hangs_is_a_finding() -> None:

@@ -82,18 +82,18 @@ class Machine:
 class Check:
     """One row of the table of checks.
 
-    ``tests``: what is tested and how; ``rule``: conditions of each severity; ``usual_fix``: a command or
-    advice; all three are for `docs/doctor.md`. ``run`` may take ``limit_s`` seconds. ``because``: the usual cause of a
-    failure.
+    ``tests``: what is tested and how; ``rule``: conditions of each severity; ``usual_fix``: a command or advice; all
+    three are for `docs/doctor.md`. ``run`` may take ``limit_s`` seconds, by default those of its ``group``.
+    ``because``: the usual cause of a failure.
     """
 
     id: str
-    group: str
     tests: str
     rule: str
     usual_fix: str
-    limit_s: float
     run: Callable[[Machine], Iterable[Found]]
+    group: str = ""
+    limit_s: float = 0.0
     because: Cause | None = None
 
 
