@@ -329,10 +329,10 @@ class Report:
         """
         ordered = {
             "schema": self.schema,
-            "environment": _plain(self.environment),
+            "environment": as_plain(self.environment),
             "command": self.command,
             **({"partial": True} if self.partial else {}),
-            "rows": [_plain(row) for row in self.rows],
+            "rows": as_plain(self.rows),
         }
         return compact(ordered)
 
@@ -346,18 +346,22 @@ class Report:
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
             found = data.get("schema") if isinstance(data, dict) else None
             raise SchemaError(f"schema is {shown(found)}, not {SCHEMA!r}")
-        return _record(Report, data, "report")
+        return record(Report, data, "report")
 
 
-def _plain(value: Any) -> Any:
-    """Converts records to plain JSON values, without fields that are None or empty."""
+UNKNOWN = Environment("", "", "", "", "", 0, [], None, 0.0, [], "", "", None, {})
+"""The environment of rows whose file does not say where they were measured."""
+
+
+def as_plain(value: Any) -> Any:
+    """Records as plain JSON values, without fields that are None or empty."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         pairs = ((item.name, getattr(value, item.name)) for item in dataclasses.fields(value))
-        return {name: _plain(inner) for name, inner in pairs if inner is not None and inner not in ([], {})}
+        return {name: as_plain(inner) for name, inner in pairs if inner is not None and inner not in ([], {})}
     if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: as_plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
+        return [as_plain(inner) for inner in value]
     return value
 
 
@@ -415,7 +419,8 @@ def shown(value: object) -> str:
 _MOST_SHOWN = 80
 
 
-def _record(kind: type[T], data: Any, where: str) -> T:
+def record(kind: type[T], data: Any, where: str) -> T:
+    """The record that parsed JSON holds, which is at ``where`` of its file. Raises SchemaError."""
     if not isinstance(data, dict):
         raise SchemaError(f"{where}: an object belongs here")
     values: dict[str, Any] = {}
@@ -425,6 +430,11 @@ def _record(kind: type[T], data: Any, where: str) -> T:
         elif required:
             values[name] = _absent(hint, f"{where}.{name}")
     return kind(**values)
+
+
+def rows_of(data: Any) -> list[Row]:
+    """The rows that parsed JSON holds. Raises SchemaError."""
+    return list(_value(list[Row], data, "report.rows"))
 
 
 @functools.cache
@@ -468,7 +478,7 @@ def _value(hint: Any, data: Any, where: str) -> Any:
             raise SchemaError(f"{where}: an object belongs here")
         return {key: _value(arguments[1], item, f"{where}.{key}") for key, item in data.items()}
     if dataclasses.is_dataclass(hint):
-        return _record(typing.cast("type[Any]", hint), data, where)
+        return record(typing.cast("type[Any]", hint), data, where)
     accepted = (int, float) if hint is float else (hint,)
     if not isinstance(data, accepted) or (isinstance(data, bool) and hint is not bool):
         raise SchemaError(f"{where}: {hint.__name__} belongs here, not {shown(data)}")

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from . import schema
 from .foreign import FOREIGN, Foreign
 from .goals import Outcome
 from .packing import with_lists
-from .schema import SCHEMA, Environment, Report, Row, SchemaError, parsed_values, plain, shown
+from .schema import Environment, Report, Row, SchemaError
 from .stats import median
 from .sweeping import SCHEMA as SWEEP_SCHEMA
 from .sweeping import Sweep, sweep_of
@@ -58,7 +58,7 @@ def read_sources(path: Path) -> list[Source]:
     """Reads one file: a source for each run that it holds. Raises SourceError, and OSError if it cannot be read."""
     data = read_bounded(path, MOST_BYTES)
     try:
-        made = parse_sources(data.decode("utf-8"), plain(path.name))
+        made = parse_sources(data.decode("utf-8"), schema.plain(path.name))
     except UnicodeDecodeError:
         raise SourceError(f"{path}: not text; {_KNOWN}") from None
     except SourceError as error:
@@ -84,7 +84,7 @@ def parse_sources(text: str, name: str) -> list[Source]:
     values = None
     if text.lstrip().startswith(("{", "[")):
         try:
-            values = parsed_values(text)
+            values = schema.parsed_values(text)
         except ValueError as error:
             # DeepEP's lines and those of `mpirun --tag-output` also begin with a bracket.
             found = _foreign(text, None, name)
@@ -107,7 +107,7 @@ def _foreign(text: str, values: Sequence[Any] | None, name: str) -> list[Source]
             if found:
                 return _numbered([_source_of(run, name) for run in _together(found)])
         except ValueError as error:
-            raise SourceError(plain(str(error))) from None
+            raise SourceError(schema.plain(str(error))) from None
     return []
 
 
@@ -140,17 +140,19 @@ def _numbered(sources: list[Source]) -> list[Source]:
 
 
 def _source_of(found: Foreign, name: str) -> Source:
-    report = Report.loads(Report(_NOBODY, found.command, found.rows).dumps())
-    return Source(name, plain(found.program), report.rows, machine=plain(found.machine), command=report.command)
+    report = Report.loads(Report(schema.UNKNOWN, found.command, found.rows).dumps())
+    return Source(
+        name, schema.plain(found.program), report.rows, machine=schema.plain(found.machine), command=report.command
+    )
 
 
 def _own(data: dict[str, Any], name: str) -> Source:
-    schema = data.get("schema")
-    if schema is not None and not str(schema).startswith("crossrail-"):
-        raise SourceError(f"schema {shown(schema)} is not one of Crossrail's; {_KNOWN}")
-    if schema == SCHEMA:
+    named = data.get("schema")
+    if named is not None and not str(named).startswith("crossrail-"):
+        raise SourceError(f"schema {schema.shown(named)} is not one of Crossrail's; {_KNOWN}")
+    if named == schema.SCHEMA:
         return _bench(data, name)
-    if schema == SWEEP_SCHEMA:
+    if named == SWEEP_SCHEMA:
         try:
             sweep = sweep_of(data)
         except SchemaError as error:
@@ -162,16 +164,17 @@ def _own(data: dict[str, Any], name: str) -> Source:
         source = Source(name, OURS, [])
         environment = _environment(data)
         return replace(source, environment=environment, machine=_machine(data), outcomes=_outcomes(data))
-    raise SourceError(f"schema {shown(schema)} is unknown to this release, which reads {SCHEMA!r}")
+    raise SourceError(f"schema {schema.shown(named)} is unknown to this release, which reads {schema.SCHEMA!r}")
 
 
 def _bench(data: dict[str, Any], name: str) -> Source:
     try:
-        whole = {**data, "environment": data.get("environment") or _UNKNOWN, "command": data.get("command") or []}
+        own = {"environment": schema.as_plain(schema.UNKNOWN), "command": []}
+        whole = {**data, **{name: data.get(name) or empty for name, empty in own.items()}}
         rows = data.get("rows")
         if isinstance(rows, list):  # those of kernels alone, which benches/gpu measures, have neither
             whole["rows"] = [{"transport": "", "size": 0, **row} if isinstance(row, dict) else row for row in rows]
-        report = Report.loads(json.dumps(whole))
+        report = schema.record(Report, whole, "report")
     except SchemaError as error:
         raise SourceError(str(error)) from None
     return Source(
@@ -187,14 +190,9 @@ def _bench(data: dict[str, Any], name: str) -> Source:
     )
 
 
-_NOBODY = Environment("", "", "", "", "", 0, [], None, 0.0, [], "", "", None, {})
-_UNKNOWN = json.loads(Report(_NOBODY, [], []).dumps())["environment"]
-
-
 def _environment(data: Mapping[str, Any]) -> Environment | None:
     try:
-        report = {"schema": SCHEMA, "environment": data["environment"], "command": [], "rows": []}
-        return Report.loads(json.dumps(report)).environment
+        return schema.record(Environment, data["environment"], "report.environment")
     except (KeyError, SchemaError):
         return None
 

@@ -22,7 +22,7 @@ from rich.text import Text
 from .build import TIMED
 from .control import STEPS
 from .packing import compact
-from .schema import Environment, Report, Row, SchemaError, parsed
+from .schema import Environment, Row, SchemaError, as_plain, parsed, record, rows_of
 from .stats import median
 from .tables import table
 from .units import counted, format_duration_us, format_rate, format_size
@@ -119,9 +119,8 @@ class Sweep:
     def dumps(self) -> str:
         """The JSON text, a line per run."""
         self._lines += [_trial_text(trial) for trial in self.trials[len(self._lines) :]]
-        head = json.loads(Report(self.environment, [], []).dumps())
         plan = {name: getattr(self.plan, name) for name in ("bench", "varied", "repeats", "seed", "default")}
-        words = {"schema": SCHEMA, "environment": head["environment"], "plan": plan}
+        words = {"schema": SCHEMA, "environment": as_plain(self.environment), "plan": plan}
         text = compact(words).rstrip().removesuffix("}").rstrip()
         return text + ',\n "trials":[\n' + ",\n".join(f"  {line}" for line in self._lines) + "\n ]\n}\n"
 
@@ -144,14 +143,10 @@ def _trial_text(trial: Trial) -> str:
         else replace(row, iterations=[], messages=[])
         for row in trial.rows
     ]
-    plain = json.loads(Report(_NOBODY, [], rows).dumps())["rows"] if rows else []
     words: dict[str, Any] = {"setting": trial.setting, "repeat": trial.repeat}
-    words |= {"error": trial.error} if trial.error is not None else {"rows": plain}
+    words |= {"error": trial.error} if trial.error is not None else {"rows": as_plain(rows)}
     packed = json.loads(compact(words, pack=True))
     return json.dumps(packed, ensure_ascii=False, separators=(",", ":"))
-
-
-_NOBODY = Environment("", "", "", "", "", 0, [], None, 0.0, [], "", "", None, {})
 
 
 def sweep_of(data: Mapping[str, Any]) -> Sweep:
@@ -162,7 +157,7 @@ def sweep_of(data: Mapping[str, Any]) -> Sweep:
         words = [str(word) for word in plan["bench"]]
         made = Plan(words, varied, int(plan["repeats"]), int(plan["seed"]), plan.get("default") is True)
         trials = [
-            Trial(int(one["setting"]), int(one["repeat"]), _rows(one.get("rows") or []), one.get("error"))
+            Trial(int(one["setting"]), int(one["repeat"]), rows_of(one.get("rows") or []), one.get("error"))
             for one in data["trials"]
         ]
         count = made.count()
@@ -172,16 +167,7 @@ def sweep_of(data: Mapping[str, Any]) -> Sweep:
         raise SchemaError(f"a sweep of {count} settings x {made.repeats} repeats; known are 1 to {MOST_RUNS} runs")
     if any(not 0 <= trial.setting < count for trial in trials):
         raise SchemaError(f"a run of a setting that the plan does not have; it has {count}")
-    report = Report.loads(json.dumps({"schema": "crossrail-bench/1", "environment": environment, "command": []}))
-    return Sweep(made, report.environment, trials)
-
-
-def _rows(rows: Any) -> list[Row]:
-    whole = {"schema": "crossrail-bench/1", "environment": _BARE, "command": [], "rows": rows}
-    return Report.loads(json.dumps(whole)).rows
-
-
-_BARE = json.loads(Report(_NOBODY, [], []).dumps())["environment"]
+    return Sweep(made, record(Environment, environment, "report.environment"), trials)
 
 
 @dataclass(frozen=True)

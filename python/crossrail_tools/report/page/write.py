@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..packing import compact
-from ..schema import Environment, Report
+from ..schema import as_plain
 from ..sources import Source
 from .document import document
 from .html import page
@@ -74,11 +74,7 @@ def _about(source: Source) -> dict[str, Any]:
     return {"name": source.name, "by": source.program, "sha256": source.sha256, "bytes": source.size}
 
 
-_NOBODY = Environment("", "", "", "", "", 0, [], None, 0.0, [], "", "", None, {})
-
-
 def _rows(source: Source) -> list[dict[str, Any]]:
     """The rows of a file as plain JSON, with their samples packed."""
-    rows: list[dict[str, Any]] = json.loads(Report(_NOBODY, [], source.rows).dumps()).get("rows", [])
-    packed: list[dict[str, Any]] = json.loads(compact({"rows": rows}, pack=True))["rows"]
+    packed: list[dict[str, Any]] = json.loads(compact({"rows": as_plain(source.rows)}, pack=True))["rows"]
     return packed
