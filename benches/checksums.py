@@ -12,14 +12,13 @@ from __future__ import annotations
 import argparse
 import re
 import statistics
-import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from crossrail_tools.report import capture_environment, compact, write_text
-from harness import BUILD_LIMIT_S, ROOT, refusal
+from harness import ROOT, build, output, refusal
 
 RESULTS = ROOT / "benches" / "results"
 MODES = {"off": "reference", "crc": "checked"}
@@ -42,7 +41,7 @@ def main() -> int:
     if why := refusal(arguments.results, RESULTS):
         print(why, file=sys.stderr)
         return 2
-    program = build()
+    program = build("crossrail-tcp", "raw_lane")
     samples: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
     for _ in range(arguments.rounds):
         for mode, turns in samples.items():
@@ -59,17 +58,9 @@ def main() -> int:
     return 0
 
 
-def build() -> Path:
-    """The example that has the lanes, as it is released."""
-    command = ["cargo", "build", "--quiet", "--locked", "--release", "-p", "crossrail-tcp", "--example", "raw_lane"]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=BUILD_LIMIT_S)
-    return ROOT / "target" / "release" / "examples" / "raw_lane"
-
-
 def one_turn(program: Path, mode: str) -> dict[str, float]:
     """Runs it once; what it says."""
-    command = [str(program), mode, "spin"]
-    said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=LIMIT_S).stdout
+    said = output(f"raw_lane {mode}", [program, mode, "spin"], LIMIT_S)
     turn = {}
     for name, pattern in FOUND.items():
         if (found := re.search(pattern, said)) is None:

@@ -7,40 +7,36 @@ import json
 import mmap
 import os
 import statistics
-import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 
-from crossrail_tools.report import Report, Row, averaged, capture_environment, format_bytes, format_rate
-from harness import COMMAND_LIMIT_S, Effort, Outcome, Result, bench, build, merged
+from crossrail_tools.report import Row, averaged, format_bytes, format_rate
+from harness import Effort, Outcome, Results, build, output
 
 PLAN = Path(__file__).parents[1] / "tests" / "data" / "plans" / "killed_and_replaced.json"
 PEERS = {"mpi": "MPI_Alltoallv, a row per selection", "mpi-dedup": "MPI_Alltoallv, a row per token and rank"}
 GOAL = 1.5
 
 
-def decode(effort: Effort, scratch: Path) -> Result:
+def decode(effort: Effort, found: Results) -> None:
     """The decode preset in bf16, dispatch and combine, two ranks on a processor each."""
-    report = _compared(effort, scratch, "--preset=decode", "--dtype=bf16", f"--iters={effort.scaled(100)}")
-    return _against_peers(report.rows[0], "decode, bf16, e2e, 2 ranks"), merged([report])
+    row = _compared(effort, found, "--preset=decode", "--dtype=bf16", f"--iters={effort.scaled(100)}")
+    found.outcomes += _against_peers(row, "decode, bf16, e2e, 2 ranks")
 
 
-def prefill(effort: Effort, scratch: Path) -> Result:
+def prefill(effort: Effort, found: Results) -> None:
     """The prefill preset with 1024 tokens, in both types."""
-    outcomes, reports = [], []
     for dtype in ("bf16", "fp8"):
         options = ("--preset=prefill", "--tokens=1024", f"--dtype={dtype}", f"--iters={effort.scaled(30, 3)}")
-        reports.append(_compared(effort, scratch, *options))
-        outcomes += _against_peers(reports[-1].rows[0], f"prefill of 1024 tokens, {dtype}, e2e, 2 ranks")
-    return outcomes, merged(reports)
+        row = _compared(effort, found, *options)
+        found.outcomes += _against_peers(row, f"prefill of 1024 tokens, {dtype}, e2e, 2 ranks")
 
 
-def _compared(effort: Effort, scratch: Path, *options: str) -> Report:
+def _compared(effort: Effort, found: Results, *options: str) -> Row:
     common = ("ep", "--num-processes=2", "--mode=e2e", "--warmup=3", "--compare=mpi", f"--rounds={effort.rounds}")
-    return bench(scratch, *common, *options)
+    return found.bench(*common, *options)
 
 
 def _against_peers(row: Row, work: str) -> list[Outcome]:
@@ -63,33 +59,31 @@ def _against_peers(row: Row, work: str) -> list[Outcome]:
     return outcomes
 
 
-def wire(effort: Effort, scratch: Path) -> Result:
+def wire(effort: Effort, found: Results) -> None:
     """Dispatch of large rows, all of them to the other of two ranks, in turns with memcpy of as many bytes.
 
     Both ranks copy at the same time, so memcpy is measured on one processor alone and on both at once.
     """
     tokens = f"--tokens={effort.scaled(2048, 256)}"
     options = ("--preset=prefill", tokens, "--dtype=bf16", "--mode=dispatch", "--num-processes=2", "--routing=next")
-    reports, rates, alone, together = [], [], [], []
+    rows: list[Row] = []
+    alone, together = [], []
     for _ in range(effort.rounds):
-        reports.append(bench(scratch, "ep", *options, f"--iters={effort.scaled(30, 3)}", "--warmup=3"))
-        row = reports[-1].rows[0]
-        rates.append(row.gb_per_s or 0.0)
+        rows.append(row := found.bench("ep", *options, f"--iters={effort.scaled(30, 3)}", "--warmup=3"))
         alone += _memcpy_gb_per_s(1, row.bytes_wire or 1, effort.scaled(20, 4))
         together += _memcpy_gb_per_s(2, row.bytes_wire or 1, effort.scaled(20, 4))
-    size = format_bytes(reports[0].rows[0].bytes_wire or 0)
+    size = format_bytes(rows[0].bytes_wire or 0)
     work = f"dispatch of {size} per rank, rows of 14 kB, wire bytes"
-    ours = statistics.median(rates)
-    outcomes = []
+    ours = statistics.median(row.gb_per_s or 0.0 for row in rows)
     for name, copies, goal in (("one memcpy alone", alone, 0.7), ("two memcpys at once, each", together, None)):
         ratio = ours / statistics.median(copies)
         met = None if goal is None else ratio >= goal
         to_reach = "shown" if goal is None else f">= {goal:g} x memcpy"
         peer = format_rate(statistics.median(copies))
-        shares = [f"turn {turn}: {_shares(one.rows[0])}" for turn, one in enumerate(reports, 1)]
+        shares = [f"turn {turn}: {_shares(row)}" for turn, row in enumerate(rows, 1)]
         notes = [f"the peer is {name}", *(shares if goal else [])]
-        outcomes.append(Outcome(work, format_rate(ours), to_reach, peer, f"{ratio:.2f}", met, notes=notes))
-    return outcomes, {**merged(reports), "memcpy_gb_per_s": {"alone": alone, "together": together}}
+        found.outcomes.append(Outcome(work, format_rate(ours), to_reach, peer, f"{ratio:.2f}", met, notes=notes))
+    found.more["memcpy_gb_per_s"] = {"alone": alone, "together": together}
 
 
 def _memcpy_gb_per_s(processors: int, size: int, times: int) -> list[float]:
@@ -115,19 +109,14 @@ def _memcpy_gb_per_s(processors: int, size: int, times: int) -> list[float]:
         return list(threads.map(copy, allowed))
 
 
-def cast(effort: Effort, scratch: Path) -> Result:
+def cast(effort: Effort, found: Results) -> None:
     """bf16 rows to fp8 with scales on one core, against memcpy of the same source in the same loop."""
-    program = build("crossrail-ep-host", "rows")
-    done = subprocess.run([program, "--json"], capture_output=True, text=True, timeout=COMMAND_LIMIT_S, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"rows: {done.stderr.strip()[-500:]}")
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    said = output("rows", [build("crossrail-ep-host", "rows"), "--json"])
+    rows = found.more["rows"] = [json.loads(line) for line in said.splitlines()]
     fastest = rows[0]["kernels"]
-    outcomes = []
     for row in rows:
         if row["kernels"] == fastest and row["what"].startswith("cast_row") and row["hidden"] > 1024:
-            outcomes.append(_cast_outcome(row))
-    return outcomes, {"environment": asdict(capture_environment()), "rows": rows}
+            found.outcomes.append(_cast_outcome(row))
 
 
 def _cast_outcome(row: dict[str, object]) -> Outcome:
@@ -146,15 +135,14 @@ def _cast_outcome(row: dict[str, object]) -> Outcome:
     )
 
 
-def control(effort: Effort, scratch: Path) -> Result:
+def control(effort: Effort, found: Results) -> None:
     """The five steps of a buffer's life, with both stores."""
-    outcomes, reports = [], []
     for store, goal in (("tcp", 150.0), ("etcd", None)):
         options = ("control", "--num-processes=8", "--experts-per-rank=8", f"--rounds={effort.scaled(20, 2)}")
-        reports.append(bench(scratch, *options, f"--store={store}"))
-        means = {row.what: averaged(row)[0] / 1e3 for row in reports[-1].rows}
+        found.bench(*options, f"--store={store}")
+        means = {row.what: averaged(row)[0] / 1e3 for row in found.reports[-1].rows}
         total = sum(means.values())
-        outcomes.append(
+        found.outcomes.append(
             Outcome(
                 f"control cycle, 8 ranks x 8 experts, {'built-in store' if store == 'tcp' else 'etcd'}",
                 f"{total:.1f} ms",
@@ -163,16 +151,13 @@ def control(effort: Effort, scratch: Path) -> Result:
                 notes=[", ".join(f"{step} {mean:.1f} ms" for step, mean in means.items())],
             )
         )
-    return outcomes, merged(reports)
 
 
-def killed(effort: Effort, scratch: Path) -> Result:
+def killed(effort: Effort, found: Results) -> None:
     """A rank killed by SIGKILL in the middle of an exchange: until every survivor has finished one without it."""
-    reports = [
-        bench(scratch, "ep", f"--plan={PLAN}", f"--seed={turn}", f"--iters={effort.scaled(50, 5)}")
-        for turn in range(effort.rounds)
-    ]
-    phases = [row.phase for report in reports for row in report.rows if row.phase is not None]
+    for turn in range(effort.rounds):
+        found.bench("ep", f"--plan={PLAN}", f"--seed={turn}", f"--iters={effort.scaled(50, 5)}")
+    phases = [row.phase for report in found.reports for row in report.rows if row.phase is not None]
     times = [phase.recovery_us / 1e6 for phase in phases if phase.recovery_us is not None]
     outcome = Outcome(
         "one of four ranks killed, until all survivors go on",
@@ -181,21 +166,19 @@ def killed(effort: Effort, scratch: Path) -> Result:
         met=len(times) == effort.rounds and max(times) <= 1.2,
         notes=[phases[1].faults[0]],
     )
-    return [outcome], merged(reports)
+    found.outcomes.append(outcome)
 
 
-def growth(effort: Effort, scratch: Path) -> Result:
+def growth(effort: Effort, found: Results) -> None:
     """2 to 16 ranks that send as many selections each; more ranks than processors share these."""
-    outcomes, reports = [], []
     cores = len(os.sched_getaffinity(0))
     for ranks in (2, 4, 8, 16):
         options = ("--tokens=128", "--hidden=4096", "--topk=8", "--experts=128", "--dtype=fp8", "--mode=e2e")
         count = effort.scaled(100, 5)
-        reports.append(bench(scratch, "ep", f"--num-processes={ranks}", *options, f"--iters={count}", "--warmup=5"))
-        row = reports[-1].rows[0]
+        row = found.bench("ep", f"--num-processes={ranks}", *options, f"--iters={count}", "--warmup=5")
         each = (row.p50_us or 0) / max(ranks / cores, 1)
         sent = f"{format_bytes(row.bytes_wire or 0)} of {format_bytes(row.bytes_logical or 0)} leave each rank"
-        outcomes.append(
+        found.outcomes.append(
             Outcome(
                 f"{ranks} ranks, 128 tokens x 4096, top-8, fp8, e2e",
                 f"{row.p50_us or 0:.0f} us",
@@ -203,7 +186,6 @@ def growth(effort: Effort, scratch: Path) -> Result:
                 notes=[f"{sent}; {_shares(row)}; p50 / (ranks per processor) is {each:.0f} us"],
             )
         )
-    return outcomes, merged(reports)
 
 
 def _shares(row: Row) -> str:

@@ -8,13 +8,15 @@ import shutil
 import statistics
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from crossrail_tools.report import Report, Row, format_rate, table
+from crossrail_tools.report import Report, Row, capture_environment, format_rate, table
 from crossrail_tools.report.goals import COLUMNS, Figures, Outcome, judged, times
 
 ROOT = Path(__file__).parents[1]
@@ -30,13 +32,12 @@ class Effort:
     rounds: int = 3
     quick: bool = False
 
-    def scaled(self, count: int, least: int = 1) -> int:
+    def scaled(self, count: int, least: int = 2) -> int:
         """``count``, or a tenth of it with --quick."""
         return max(count // 10, least) if self.quick else count
 
 
 RATES = Figures(format_rate, less=False)
-Result = tuple[list[Outcome], dict[str, object]]
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,52 @@ class Scenario:
     name: str
     summary: str
     to_reach: str
-    run: Callable[[Effort, Path], Result]
+    run: Callable[[Effort, Results], None]
+
+
+class Results:
+    """What a scenario has found: lines of the table, our reports, and what else goes into its file."""
+
+    def __init__(self, scratch: Path) -> None:
+        self.scratch = scratch
+        self.outcomes: list[Outcome] = []
+        self.reports: list[Report] = []
+        self.more: dict[str, Any] = {}
+
+    def bench(self, *options: str, **settings: str) -> Row:
+        """Runs `crossrail bench` and keeps its report; the first row. Raises RuntimeError when it fails."""
+        return self.add(bench(self.scratch, *options, settings=settings))
+
+    def add(self, report: Report) -> Row:
+        """Keeps a report; its first row."""
+        self.reports.append(report)
+        return report.rows[0]
+
+    @property
+    def failed(self) -> bool:
+        """Whether a figure is missing."""
+        return any(outcome.failed for outcome in self.outcomes)
+
+    def attempt(self, work: str, to_reach: str, run: Callable[[], None]) -> None:
+        """Runs a scenario; one that does not come to its end becomes a line that says why."""
+        try:
+            run()
+        except Exception as error:
+            if not isinstance(error, (RuntimeError, AssertionError, OSError, subprocess.TimeoutExpired)):
+                traceback.print_exc()
+            print(f"{work}: {error}", file=sys.stderr)
+            self.outcomes.append(Outcome(work, "-", to_reach, failed=True, notes=[str(error)]))
+
+    def data(self) -> dict[str, Any]:
+        """Its file: the environment of the first report, and the rows of all."""
+        first = self.reports[0] if self.reports else Report(capture_environment(), [], [])
+        rows = [row for report in self.reports for row in report.rows]
+        return {
+            **json.loads(replace(first, rows=rows).dumps()),
+            "commands": [report.command for report in self.reports],
+            **self.more,
+            "outcomes": [asdict(outcome) for outcome in self.outcomes],
+        }
 
 
 def bench(scratch: Path, *options: str, settings: Mapping[str, str] | None = None) -> Report:
@@ -54,12 +100,16 @@ def bench(scratch: Path, *options: str, settings: Mapping[str, str] | None = Non
     path = scratch / "report.json"
     clean = {name: value for name, value in os.environ.items() if not name.startswith("CROSSRAIL_")}
     command = [sys.executable, "-m", "crossrail", "bench", *options, f"--json={path}"]
-    done = subprocess.run(
-        command, env={**clean, **(settings or {})}, capture_output=True, text=True, timeout=COMMAND_LIMIT_S, check=False
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"crossrail {' '.join(options)}: {done.stderr.strip()}")
+    output(f"crossrail {' '.join(options)}", command, env={**clean, **(settings or {})})
     return Report.loads(path.read_text())
+
+
+def output(name: str, command: Sequence[str | Path], limit_s: float = COMMAND_LIMIT_S, **more: Any) -> str:
+    """What a program prints. Raises RuntimeError with its own words when it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False, **more)
+    if done.returncode != 0:
+        raise RuntimeError(f"{name}: {done.stderr.strip()[-2000:]}")
+    return done.stdout
 
 
 def build(package: str, example: str) -> Path:
@@ -68,9 +118,7 @@ def build(package: str, example: str) -> Path:
     if cargo is None:
         raise RuntimeError(f"cargo is not installed; it is needed to build the example {example} of {package}")
     command = [cargo, "build", "--quiet", "--release", "--locked", "--package", package, "--example", example]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=BUILD_LIMIT_S, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"{example} does not build: {done.stderr.strip()[-500:]}")
+    output(f"{example} does not build", command, BUILD_LIMIT_S, cwd=ROOT)
     return Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release" / "examples" / example
 
 
@@ -90,20 +138,6 @@ def refusal(results: Path | None, kept: Path) -> str | None:
     return f"results name their commit; commit first, or say --results DIR: {', '.join(changed)}" if changed else None
 
 
-def as_data(report: Report) -> dict[str, object]:
-    """A report's JSON, to be completed with the outcomes."""
-    data: dict[str, object] = json.loads(report.dumps())
-    return data
-
-
-def merged(reports: Sequence[Report]) -> dict[str, object]:
-    """Several reports as one: the first one's environment, everybody's rows."""
-    data = as_data(reports[0])
-    data["rows"] = [row for report in reports for row in json.loads(report.dumps())["rows"]]
-    data["commands"] = [report.command for report in reports]
-    return data
-
-
 def against(row: Row, peer: str, work: str, goal: float, *, time: bool, name: str | None = None) -> Outcome:
     """One row against one peer. ``goal``: at most so many times the peer's time, or at least its rate."""
     how = times(3) if time else RATES
@@ -116,7 +150,10 @@ def against(row: Row, peer: str, work: str, goal: float, *, time: bool, name: st
 
 
 def show_goals(title: str, outcomes: Sequence[Outcome], to: Console) -> None:
-    """The table of goals."""
+    """The notes, and the table of goals after them: a log may be cut at its beginning."""
+    for outcome in outcomes:
+        for note in dict.fromkeys(outcome.notes):
+            to.print(f"{outcome.work}: {note}", soft_wrap=True)
     made = table(title, COLUMNS, left=6, keys=1, prose=COLUMNS[:3])
     for outcome in outcomes:
         made.add_row(*outcome.cells({True: "yes", False: "NO", None: "-"}, "FAILED"))

@@ -32,7 +32,7 @@ from typing import Any
 
 from crossrail_tools.report import capture_environment, format_size, write_text
 from crossrail_tools.report.goals import Figures, judged
-from harness import ROOT, Effort, Outcome, Result, build, changed_files
+from harness import ROOT, Effort, Outcome, Results, build, changed_files
 
 BASELINE = ROOT / "benches" / "baseline.json"
 SCHEMA = "crossrail-instructions/1"
@@ -134,19 +134,19 @@ def measure() -> dict[str, Any]:
     }
 
 
-def count_all(_: Effort, __: Path) -> Result:
+def count_all(_: Effort, found: Results) -> None:
     """Counts every transport, compares with the baseline, and counts again with the page."""
-    data = measure()
-    outcomes = compared(data[FIGURES], baseline())
+    data = found.more = measure()
+    found.outcomes += compared(data[FIGURES], baseline())
     program = build("crossrail", "hotpath")
     data[PAGED] = {transport: count(program, transport, pages="") for transport in TRANSPORTS}
     for transport, figure in data[PAGED].items():
         work = f"{transport}, 8 B round trip, with the page of top"
-        outcomes.append(_beside(work, figure, data[FIGURES][transport], TOLERANCE, "without it"))
+        found.outcomes.append(_beside(work, figure, data[FIGURES][transport], TOLERANCE, "without it"))
     with tempfile.TemporaryDirectory() as folder:
         data[FROM_C] = {"shm": count_from_c(Path(folder))}
     work = "shm, 8 B round trip, from C"
-    outcomes.append(_beside(work, data[FROM_C]["shm"], data[FIGURES]["shm"], C_TOLERANCE, "Rust's"))
+    found.outcomes.append(_beside(work, data[FROM_C]["shm"], data[FIGURES]["shm"], C_TOLERANCE, "Rust's"))
     data[CROWDED] = {}
     for transport in ("shm", "tcp"):
         for size in (8, 64 << 10):
@@ -154,8 +154,7 @@ def count_all(_: Effort, __: Path) -> Result:
             crowded = count_crowded(program, transport, size, alone)
             data[CROWDED][f"{transport}, {format_size(size)}"] = {"0": alone, str(ENDPOINTS): crowded}
             work = f"{transport}, {format_size(size)} round trip beside {ENDPOINTS:,} idle endpoints"
-            outcomes.append(_beside(work, crowded, alone, IDLE_TOLERANCE, "without them"))
-    return outcomes, data
+            found.outcomes.append(_beside(work, crowded, alone, IDLE_TOLERANCE, "without them"))
 
 
 def _beside(work: str, figure: float, other: float, tolerance: float, what: str) -> Outcome:

@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "testbed"))
 from bed import EIGHT_MBIT, EQUAL_MBIT, UNEVEN_MBIT, Bed, why_not
 from ends import End, Pair, wait_for_traffic
 
-from crossrail_tools.report import Report, Row, format_rate, format_size
-from harness import MIB, Effort, Outcome, Result, against, as_data, merged
+from crossrail_tools.report import Row, format_rate, format_size
+from harness import MIB, Effort, Outcome, Results, against
 
 ETHERNET_PAYLOAD = 1448 / 1514
 """TCP payload of a full Ethernet frame: no program gets more than this part of a link's rate."""
@@ -27,22 +27,21 @@ def _bed(mbit: tuple[int, ...], *, queues: tuple[str, ...] = (), congestion: str
     return Bed(mbit, queues=queues, congestion=congestion)
 
 
-def _report(pair: Pair, *options: str, **more: object) -> Report:
+def _row(found: Results, pair: Pair, *options: str, **more: object) -> Row:
     outcome = pair.run(*options, timeout=120.0, **more)  # type: ignore[arg-type]
     _ = outcome.row
     assert outcome.report is not None
-    return outcome.report
+    return found.add(outcome.report)
 
 
 def _shares(row: Row) -> str:
     return ", ".join(f"{lane.name} {lane.share:.1%}" for lane in row.lanes)
 
 
-def equal(effort: Effort, _: Path) -> Result:
+def equal(effort: Effort, found: Results) -> None:
     """64 MiB over four rails of 2 Gbit/s, against one iperf3 per rail at once."""
     with _bed(EQUAL_MBIT) as bed:
-        report = _beside_iperf3(effort, bed)
-    row = report.rows[0]
+        row = _beside_iperf3(effort, found, bed)
     rate = against(row, "iperf3", "four equal rails, 64 MiB", 0.95, time=False, name="4 iperf3")
     farthest = max(abs(lane.share - 0.25) for lane in row.lanes) * 100 if len(row.lanes) == 4 else 100.0
     shares = Outcome(
@@ -52,15 +51,14 @@ def equal(effort: Effort, _: Path) -> Result:
         met=farthest <= 2.0,
         notes=[_shares(row)],
     )
-    return [rate, shares], as_data(report)
+    found.outcomes += [rate, shares]
 
 
-def uneven(effort: Effort, _: Path) -> Result:
+def uneven(effort: Effort, found: Results) -> None:
     """64 MiB over rails of 2, 2, 1 and 0.5 Gbit/s, against the sum of their rates and one iperf3 per rail at once."""
     with _bed(UNEVEN_MBIT) as bed:
-        report = _beside_iperf3(effort, bed)
+        row = _beside_iperf3(effort, found, bed)
         line = bed.gb_per_s
-    row = report.rows[0]
     ours = statistics.median(row.rounds)
     outcome = Outcome(
         "rails of 2, 2, 1, 0.5 Gbit/s, 64 MiB",
@@ -72,51 +70,45 @@ def uneven(effort: Effort, _: Path) -> Result:
         notes=[f"{_shares(row)}; TCP payload is at most {ETHERNET_PAYLOAD:.3f} of the sum"],
     )
     peer = against(row, "iperf3", "rails of 2, 2, 1, 0.5 Gbit/s, 64 MiB", 0.95, time=False, name="4 iperf3")
-    return [outcome, peer], as_data(report)
+    found.outcomes += [outcome, peer]
 
 
-def eight(effort: Effort, _: Path) -> Result:
+def eight(effort: Effort, found: Results) -> None:
     """64 MiB over eight rails of 1000 to 50 Mbit/s, against one iperf3 per rail at once."""
     with _bed(EIGHT_MBIT) as bed:
-        report = _beside_iperf3(effort, bed)
-    row = report.rows[0]
+        row = _beside_iperf3(effort, found, bed)
     rate = against(row, "iperf3", "eight rails of unequal rates, 64 MiB", 0.95, time=False, name="8 iperf3")
-    return [replace(rate, notes=[*rate.notes, _shares(row)])], as_data(report)
+    found.outcomes.append(replace(rate, notes=[*rate.notes, _shares(row)]))
 
 
-def bloated(effort: Effort, _: Path) -> Result:
+def bloated(effort: Effort, found: Results) -> None:
     """64 MiB over four rails of 1 Gbit/s, one behind a queue of 20 ms that is always full (reno), against iperf3."""
     with _bed((1000,) * 4, queues=("2ms", "2ms", "2ms", "20ms"), congestion="reno") as bed:
-        report = _beside_iperf3(effort, bed)
-    row = report.rows[0]
+        row = _beside_iperf3(effort, found, bed)
     rate = against(row, "iperf3", "one of four rails behind 20 ms of queue, 64 MiB", 0.95, time=False, name="4 iperf3")
-    return [replace(rate, notes=[*rate.notes, _shares(row)])], as_data(report)
+    found.outcomes.append(replace(rate, notes=[*rate.notes, _shares(row)]))
 
 
-def long(effort: Effort, _: Path) -> Result:
+def long(effort: Effort, found: Results) -> None:
     """64 MiB over one rail of 1 Gbit/s whose queue holds 100 ms (reno fills it), against one iperf3."""
     with _bed((1000,), queues=("100ms",), congestion="reno") as bed:
-        report = _beside_iperf3(effort, bed)
-    row = report.rows[0]
-    return [against(row, "iperf3", "1 Gbit/s behind 100 ms of queue, 64 MiB", 0.95, time=False)], as_data(report)
+        row = _beside_iperf3(effort, found, bed)
+    found.outcomes.append(against(row, "iperf3", "1 Gbit/s behind 100 ms of queue, 64 MiB", 0.95, time=False))
 
 
-def over_ucx(effort: Effort, _: Path) -> Result:
+def over_ucx(effort: Effort, found: Results) -> None:
     """64 MiB over four rails of 500 Mbit/s, carried by UCX's tcp and by our own sockets in turn."""
     options = ("--size=64M", f"--iters={effort.scaled(2)}", "--warmup=1")
-    reports: dict[str, list[Report]] = {"ucx:tcp": [], "tcp": []}
+    rows: dict[str, list[Row]] = {"ucx:tcp": [], "tcp": []}
     with _bed((500,) * 4) as bed:
         for _round in range(effort.rounds):
-            for tls, found in reports.items():
-                found.append(_report(Pair(bed, settings={"CROSSRAIL_TLS": tls}), *options))
-    ours, base = (statistics.median(report.rows[0].gb_per_s or 0.0 for report in found) for found in reports.values())
-    carried = [
-        {lane.name: lane.share for lane in report.rows[0].lanes if ":messages" not in lane.name}
-        for report in reports["ucx:tcp"]
-    ]
+            for tls, of in rows.items():
+                of.append(_row(found, Pair(bed, settings={"CROSSRAIL_TLS": tls}), *options))
+    ours, base = (statistics.median(row.gb_per_s or 0.0 for row in of) for of in rows.values())
+    carried = [{lane.name: lane.share for lane in row.lanes if ":messages" not in lane.name} for row in rows["ucx:tcp"]]
     shares = {name: statistics.fmean(one.get(name, 0.0) for one in carried) for name in carried[0]}
     farthest = max(abs(share - 0.25) for share in shares.values()) * 100 if len(shares) == 4 else 100.0
-    outcomes = [
+    found.outcomes += [
         Outcome(
             "four equal rails over UCX's tcp, 64 MiB",
             format_rate(ours),
@@ -133,28 +125,25 @@ def over_ucx(effort: Effort, _: Path) -> Result:
             notes=[", ".join(f"{name} {share:.1%}" for name, share in shares.items())],
         ),
     ]
-    return outcomes, merged([report for found in reports.values() for report in found])
 
 
 FLAPPING = 256 * MIB
 
 
-def flapping(effort: Effort, _: Path) -> Result:
+def flapping(effort: Effort, found: Results) -> None:
     """256 MiB over four rails, one of which is up for half of each second, against the same bytes over three rails."""
     options = (f"--size={FLAPPING}", f"--iters={effort.scaled(10, 3)}")
-    hit, three, reports = [], [], []
+    hit, three = [], []
     for _round in range(effort.rounds):
         with _bed(EQUAL_MBIT) as bed:
-            reports.append(_report(Pair(bed, rails=bed.rails[:3]), *options))
-        three.append(_rate(reports[-1].rows[0]))
+            three.append(_rate(_row(found, Pair(bed, rails=bed.rails[:3]), *options)))
         with _bed(EQUAL_MBIT) as bed, ExitStack() as stack:
 
             def flap(driving: End, bed: Bed = bed, stack: ExitStack = stack) -> None:
                 wait_for_traffic(bed, "eth4", MIB, driving)
                 stack.enter_context(bed.flapping("eth4", every=1.0))
 
-            reports.append(_report(Pair(bed), *options, during=flap))
-        hit.append(_rate(reports[-1].rows[0]))
+            hit.append(_rate(_row(found, Pair(bed), *options, during=flap)))
     ratio = statistics.median(hit) / statistics.median(three)
     outcome = Outcome(
         f"one of four rails flaps every second, {format_size(FLAPPING)}",
@@ -162,15 +151,16 @@ def flapping(effort: Effort, _: Path) -> Result:
         ">= 0.95 x three rails",
         peer=f"{format_rate(statistics.median(three))} (three rails)",
         ratio=f"{ratio:.3f}",
-        met=ratio >= 0.95 and all(row.verified for one in reports for row in one.rows),
+        met=ratio >= 0.95 and all(row.verified for one in found.reports for row in one.rows),
     )
-    return [outcome], {**merged(reports), "gb_per_s": {"one flaps": hit, "three": three}}
+    found.outcomes.append(outcome)
+    found.more["gb_per_s"] = {"one flaps": hit, "three": three}
 
 
-def _beside_iperf3(effort: Effort, bed: Bed) -> Report:
+def _beside_iperf3(effort: Effort, found: Results, bed: Bed) -> Row:
     """64 MiB over all rails of the bed, beside one iperf3 per rail at once."""
     counts = ("--size=64M", f"--iters={effort.scaled(20, 4)}", f"--rounds={effort.rounds}")
-    return _report(Pair(bed), *counts, "--compare=iperf3")
+    return _row(found, Pair(bed), *counts, "--compare=iperf3")
 
 
 def _rate(row: Row) -> float:
@@ -179,24 +169,22 @@ def _rate(row: Row) -> float:
     return row.size * len(row.iterations) / seconds / 1e9
 
 
-def down(effort: Effort, _: Path) -> Result:
+def down(effort: Effort, found: Results) -> None:
     """1 GiB over four rails, one of which is set down in the middle, against the same bytes over three rails."""
     size = (256 if effort.quick else 1024) * MIB
-    hit, three, reports = [], [], []
+    hit, three = [], []
     options = (f"--size={size}", "--iters=1", "--warmup=0")
     for _ in range(effort.rounds):
         with _bed(EQUAL_MBIT) as bed:
-            reports.append(_report(Pair(bed, rails=bed.rails[:3]), *options))
-            three.append(reports[-1].rows[0].iterations[0].us_sender / 1e6)
+            three.append(_row(found, Pair(bed, rails=bed.rails[:3]), *options).iterations[0].us_sender / 1e6)
         with _bed(EQUAL_MBIT) as bed:
 
             def cut(driving: End, bed: Bed = bed) -> None:
                 wait_for_traffic(bed, "eth4", size // 12, driving)
                 bed.set_down("left", "eth4")
 
-            reports.append(_report(Pair(bed), *options, during=cut))
-            hit.append(reports[-1].rows[0].iterations[0].us_sender / 1e6)
-    noted = [row.notes for report in reports for row in report.rows if row.notes]
+            hit.append(_row(found, Pair(bed), *options, during=cut).iterations[0].us_sender / 1e6)
+    noted = [row.notes for report in found.reports for row in report.rows if row.notes]
     more = statistics.median(hit) - statistics.median(three)
     outcome = Outcome(
         f"one of four rails set down, {size // MIB} MiB",
@@ -204,7 +192,8 @@ def down(effort: Effort, _: Path) -> Result:
         "within 1 s of three rails",
         peer=f"{statistics.median(three):.2f} s (three rails)",
         ratio=f"{more:+.2f} s",
-        met=more <= 1.0 and len(noted) == len(hit) and all(row.verified for one in reports for row in one.rows),
+        met=more <= 1.0 and len(noted) == len(hit) and all(row.verified for one in found.reports for row in one.rows),
         notes=[note for notes in noted[:1] for note in notes] or ["no receipt says that a rail was lost"],
     )
-    return [outcome], {**merged(reports), "seconds": {"one set down": hit, "three": three}}
+    found.outcomes.append(outcome)
+    found.more["seconds"] = {"one set down": hit, "three": three}

@@ -8,33 +8,28 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from pathlib import Path
 
 from crossrail_tools.report import Row, format_rate
-from harness import Effort, Outcome, Result, against, bench, merged
+from harness import Effort, Outcome, Results, against
 
 ROWS = 10_000
 GOALS = {"shm": {576: 10.0, 2304: 10.0, 16 << 10: 2.0}, "tcp": {576: 8.0, 2304: 8.0, 16 << 10: 2.0}}
 """Bytes of a row, and how many times NIXL's rate is to be reached."""
 
 
-def kv(effort: Effort, scratch: Path) -> Result:
+def kv(effort: Effort, found: Results) -> None:
     """Random rows of each size, pulled and pushed, and a notification behind one row."""
     present = [name for name in ("nixl", "mooncake") if os.environ.get(f"{name.upper()}_PYTHON")]
-    outcomes, reports = [], []
     for transport, goals in GOALS.items():
         counts = (f"--rows={effort.scaled(ROWS)}", f"--iters={effort.scaled(30)}", f"--rounds={effort.rounds}")
         sizes = ",".join(map(str, goals))
         names = [name for name in present if name != "mooncake" or transport == "tcp"]
         compare = [f"--compare={','.join(names)}"] if names else []
-        report = bench(scratch, "kv", f"--transport={transport}", f"--row={sizes}", "--notice", *counts, *compare)
-        for row in report.rows:
-            outcomes.append(_outcome(row, goals, beside="nixl" in names))
-            outcomes += _processors(row)
+        found.bench("kv", f"--transport={transport}", f"--row={sizes}", "--notice", *counts, *compare)
+        for row in found.reports[-1].rows:
+            found.outcomes += [_outcome(row, goals, beside="nixl" in names), *_processors(row)]
             if "mooncake" in row.peers:
-                outcomes.append(against(row, "mooncake", _work(row), 1.0, time=False))
-        reports.append(report)
-    return outcomes, merged(reports)
+                found.outcomes.append(against(row, "mooncake", _work(row), 1.0, time=False))
 
 
 def _work(row: Row) -> str:

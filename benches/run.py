@@ -17,12 +17,12 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import traceback
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from crossrail_tools.report import WriteError, capture_environment, compact, console, write_text
-from harness import Effort, Outcome, Scenario, refusal, show_goals
+from harness import Effort, Outcome, Results, refusal, show_goals
 from scenarios import SCENARIOS
 
 RESULTS = Path(__file__).parent / "results"
@@ -45,16 +45,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="crossrail-bench-") as scratch:
         for scenario in arguments.only:
             talk.print(f"{scenario.name}: {scenario.summary}")
-            found = _run(scenario, effort, Path(scratch))
+            found = Results(Path(scratch))
+            found.attempt(scenario.summary, scenario.to_reach, partial(scenario.run, effort, found))
             outcomes += found.outcomes
             if results is not None and found.failed and (results / f"{scenario.name}.json").exists():
                 talk.print(f"{scenario.name} failed: {results / scenario.name}.json stays as it was")
             else:
-                files[f"{scenario.name}.json"] = found.data
+                files[f"{scenario.name}.json"] = found.data()
     show_goals("every goal", outcomes, out)
-    for outcome in outcomes:
-        for note in outcome.notes:
-            out.print(f"{outcome.work}: {note}", soft_wrap=True)
     # A part would pass for the whole.
     if len(arguments.only) == len(SCENARIOS):
         rows = [asdict(outcome) for outcome in outcomes]
@@ -82,27 +80,6 @@ def _arguments() -> argparse.Namespace:
         parser.error(f"{arguments.results} is not a folder")
     arguments.only = [names[name] for name in arguments.only.split(",")]
     return arguments
-
-
-class _Found:
-    """What one scenario gave: its lines of the table, and its JSON."""
-
-    def __init__(self, outcomes: list[Outcome], data: dict[str, object]) -> None:
-        self.outcomes = outcomes
-        self.data = data
-        self.failed = any(outcome.failed for outcome in outcomes)
-
-
-def _run(scenario: Scenario, effort: Effort, scratch: Path) -> _Found:
-    """Runs one scenario; one that cannot run becomes a row that says why."""
-    try:
-        outcomes, data = scenario.run(effort, scratch)
-    except Exception as error:
-        if not isinstance(error, (RuntimeError, AssertionError, OSError)):
-            traceback.print_exc()
-        failed = Outcome(work=scenario.summary, ours="-", to_reach=scenario.to_reach, failed=True, notes=[str(error)])
-        outcomes, data = [failed], {"environment": asdict(capture_environment())}
-    return _Found(outcomes, {**data, "outcomes": [asdict(outcome) for outcome in outcomes]})
 
 
 def _write(path: Path, data: dict[str, object]) -> None:

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from experts import ep
-from findings import Effort, ScenarioResults
+from findings import ScenarioResults
 from judging import Outcome
 from sockets import RAILS
 
 from crossrail_tools.report import Row, counted, format_size
+from harness import Effort
 
 FOLDER = "nccl-ep"
 PUTS, EXPERTS = "device API", "NCCL EP"
@@ -34,8 +35,8 @@ def device_api(effort: Effort, found: ScenarioResults) -> None:
     settings = {**APART, **DEVICE_API, **OVER_TCP, **environment(), **(environment_of(folder) if folder else {})}
     puts = found.peer(PUTS, "gin.py", **settings)
     found.outcomes += put_outcomes(puts, found.missing_reason(PUTS))
-    ours = found.ours(effort, *ep("decode", effort, 50), "--sweep=tokens=8,128", "--sweep=dtype=fp8,bf16", **OVER_TCP)
-    ours = [*ours, *found.ours(effort, *ep("prefill", effort, 10), "--sweep=dtype=bf16", **OVER_TCP)]
+    ours = found.ours(*ep("decode", effort, 50), "--sweep=tokens=8,128", "--sweep=dtype=fp8,bf16", **OVER_TCP)
+    ours = [*ours, *found.ours(*ep("prefill", effort, 10), "--sweep=dtype=bf16", **OVER_TCP)]
     for kind, tokens in RUNS:
         name = f"{EXPERTS}, {kind}"
         options = (f"--kind={kind}", f"--tokens={tokens}", f"--iters={effort.scaled(30, 5)}")

@@ -5,19 +5,15 @@ its fastest mode: in the rank layout with a cached handle, while ours computes a
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from findings import Effort, ScenarioResults
+from findings import ScenarioResults
 from steps import gpu_count
 
 from crossrail_tools.report import PeerResult, Row, averaged, counted, format_bytes, median
 from crossrail_tools.report.goals import judged, times
-from harness import Outcome
+from harness import Effort, Outcome
 
 V1 = "deepep"
 DROP_IN = "drop-in"
@@ -33,10 +29,10 @@ LIMIT = "20s"
 def decode(effort: Effort, found: ScenarioResults) -> None:
     """128 tokens, top-8 of 288 experts, fp8 there and bf16 back: against DeepEP's low latency mode, NCCL beside."""
     peers = (V1, DROP_IN) if effort.quick else (V1, DROP_IN, "nccl")
-    rows = found.ours(effort, *ep("decode", effort, 200), f"--compare={','.join(peers)}", f"--rounds={effort.rounds}")
+    rows = found.ours(*ep("decode", effort, 200), f"--compare={','.join(peers)}", f"--rounds={effort.rounds}")
     found.outcomes += decode_outcomes(rows, found.failure_reason(V1))
     if not effort.quick:
-        few = found.ours(effort, *ep("decode", effort, 50), f"--compare={V1}", "--rounds=1", "--sweep=tokens=1,8,32")
+        few = found.ours(*ep("decode", effort, 50), f"--compare={V1}", "--rounds=1", "--sweep=tokens=1,8,32")
         found.outcomes += [
             events(row, f"decode, {tokens(row)}, dispatch + combine, by events", None, V1, found.failure_reason(V1))
             for row in few
@@ -48,10 +44,10 @@ def prefill(effort: Effort, found: ScenarioResults) -> None:
     """4096 tokens, top-8 of 256 experts, both types: against DeepEP's normal mode."""
     peers = (V1, DROP_IN) if effort.quick else (V1, DROP_IN, "nccl")
     compare = (f"--compare={','.join(peers)}", f"--rounds={effort.rounds}", "--sweep=dtype=fp8,bf16")
-    rows = found.ours(effort, *ep("prefill", effort, 50), *compare)
+    rows = found.ours(*ep("prefill", effort, 50), *compare)
     found.outcomes += prefill_outcomes(rows, found.failure_reason(V1))
     if not effort.quick:
-        cached = found.ours(effort, *ep("prefill", effort, 50), "--cached", "--mode=dispatch", "--sweep=dtype=fp8,bf16")
+        cached = found.ours(*ep("prefill", effort, 50), "--cached", "--mode=dispatch", "--sweep=dtype=fp8,bf16")
         found.outcomes += [shown(row, f"prefill, dispatch {row.dtype}, cached handle") for row in cached]
 
 
@@ -60,7 +56,7 @@ def sms(effort: Effort, found: ScenarioResults) -> None:
     numbers = "8,16,32,132" if effort.quick else "4,8,12,16,20,24,32,48,64,96,132"
     for preset in ("prefill", "decode"):
         options = ("--mode=dispatch,combine", f"--sweep=num-sms={numbers}")
-        found.outcomes += sms_outcomes(found.ours(effort, *ep(preset, effort, 50), *options), preset, found.failures)
+        found.outcomes += sms_outcomes(found.ours(*ep(preset, effort, 50), *options), preset, found.failures)
 
 
 def sweep(effort: Effort, found: ScenarioResults) -> None:
@@ -71,7 +67,7 @@ def sweep(effort: Effort, found: ScenarioResults) -> None:
     for preset in ("decode", "prefill"):
         for what, values in (QUICK_SWEEPS if effort.quick else SWEEPS)[preset].items():
             sweeps = [f"--sweep={name}={numbers}" for name, numbers in values.items()]
-            rows = found.ours(effort, *ep(preset, effort, 30), *sweeps)
+            rows = found.ours(*ep(preset, effort, 30), *sweeps)
             if not rows:
                 found.outcomes.append(failed(f"sweep of {preset}, {what}", "shown", found.failures))
             found.outcomes += [shown(row, f"{preset}, {said(row)}") for row in rows if row.what == "e2e"]
@@ -119,7 +115,7 @@ def control(effort: Effort, found: ScenarioResults) -> None:
         turns.append((f"kernels cached, on {gpus} GPUs", (*rounds, f"--num-processes={RANKS}"), CONTROL_MS))
     with tempfile.TemporaryDirectory(prefix="crossrail-cache-") as cache:
         for what, options, goal in turns:
-            rows = found.ours(effort, "control", "--device=cuda", *numbers, *options, CROSSRAIL_CACHE_DIR=cache)
+            rows = found.ours("control", "--device=cuda", *numbers, *options, CROSSRAIL_CACHE_DIR=cache)
             unit = "ranks" if "--num-processes" in " ".join(options) else "GPUs"
             found.outcomes.append(control_outcome(rows, what, goal, found.failures, unit))
 

@@ -1,4 +1,4 @@
-"""Shared by GPU scenarios: the amount of work, and the results, which are saved after each command."""
+"""The results of GPU scenarios, which are saved after each command."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,45 +16,30 @@ sys.path.insert(0, str(HERE.parent))
 from machine import describe  # noqa: E402
 from steps import gpu_count  # noqa: E402
 
-from crossrail_tools.report import Report, Row, compact  # noqa: E402
-from harness import Outcome, bench  # noqa: E402
+from crossrail_tools.report import Row, compact  # noqa: E402
+from harness import Results  # noqa: E402
 
 PEER_LIMIT_S = 60.0
 DETAILS = ("iterations", "messages", "expert_tokens")
 """Fields of a row with some hundred bytes for each transfer or message."""
 
 
-@dataclass(frozen=True)
-class Effort:
-    """The amount of work, and a folder for intermediate files."""
-
-    scratch: Path
-    rounds: int = 3
-    quick: bool = False
-
-    def scaled(self, count: int, least: int = 2) -> int:
-        """``count``, or a tenth of it with --quick."""
-        return max(count // 10, least) if self.quick else count
-
-
-class ScenarioResults:
-    """Results of a scenario: table lines, our reports, and the peers' output of each turn.
+class ScenarioResults(Results):
+    """Results of a scenario on GPUs, with the peers' output of each turn.
 
     Its file is rewritten after each command, so that an interrupted scenario keeps its partial results."""
 
-    def __init__(self, pack: Path, out: Path) -> None:
+    def __init__(self, pack: Path, out: Path, scratch: Path) -> None:
+        super().__init__(scratch)
         self.out = out
         self.environment = describe(pack, gpu_count()[0])
-        self.outcomes: list[Outcome] = []
-        self.reports: list[Report] = []
         self.failures: list[str] = []
         self.peers: dict[str, list[dict[str, Any]]] = {}
-        self.more: dict[str, Any] = {}
 
-    def ours(self, effort: Effort, *options: str, **settings: str) -> list[Row]:
+    def ours(self, *options: str, **settings: str) -> list[Row]:
         """Runs `crossrail bench`; keeps the report, or why there is none: then there are no rows."""
         try:
-            self.reports.append(bench(effort.scratch, *options, settings=settings))
+            self.bench(*options, **settings)
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             print(error, file=sys.stderr)
             self.failures.append(str(error))
@@ -84,22 +68,12 @@ class ScenarioResults:
 
     def save(self) -> None:
         """Writes the file."""
-        rows = [row for report in self.reports for row in json.loads(report.dumps())["rows"]]
-        drop_details(rows)
         versions = [report.environment.peers for report in self.reports]
         versions += [turn.get("versions", {}) for turns in self.peers.values() for turn in turns]
         peers = {name: version for each in versions for name, version in each.items()}
-        data = {
-            "schema": "crossrail-bench/1",
-            "environment": {**self.environment, "peers": peers},
-            "command": sys.argv,
-            "commands": [report.command for report in self.reports],
-            "rows": rows,
-            "failures": self.failures,
-            "peers": self.peers,
-            **self.more,
-            "outcomes": [asdict(outcome) for outcome in self.outcomes],
-        }
+        own = {"environment": {**self.environment, "peers": peers}, "command": sys.argv}
+        data: dict[str, Any] = {**self.data(), **own, "failures": self.failures, "peers": self.peers}
+        drop_details(data["rows"])
         self.out.write_text(compact(data, pack=True))
 
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
 import sys
 import tempfile
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +21,7 @@ sys.path.insert(0, str(HERE.parent))
 
 import experts  # noqa: E402
 from device_api import device_api  # noqa: E402
-from findings import Effort, ScenarioResults, peer  # noqa: E402
+from findings import ScenarioResults, peer  # noqa: E402
 from hosts import hosts  # noqa: E402
 from judging import LATENCY_GOAL, Outcome, as_latency, rate_against, time_against, unpacked  # noqa: E402
 from kv import kv  # noqa: E402
@@ -32,6 +30,7 @@ from sockets import PLAIN, RAILS, SOCKETS, tcp  # noqa: E402
 from steps import gpu_count  # noqa: E402
 
 from crossrail_tools.report import Row, format_rate, format_size, median  # noqa: E402
+from harness import Effort  # noqa: E402
 
 MIB = 1 << 20
 BIG = (64 * MIB, 256 * MIB, 1024 * MIB)
@@ -55,13 +54,13 @@ def pair(effort: Effort, found: ScenarioResults) -> None:
     many, single, both = [], [], []
     for _ in range(effort.rounds):
         common = ("--device=cuda:0,cuda:1", "--transport=cuda_ipc", "--warmup=2")
-        ours = found.ours(effort, "bandwidth", *common, f"--sizes={sizes(BIG)}", "--window=16", iters)
+        ours = found.ours("bandwidth", *common, f"--sizes={sizes(BIG)}", "--window=16", iters)
         engine = ("--what=pair", f"--sizes={sizes(BIG)}")
         many.append((ours, found.peer("copies", "copies.py", *engine, "--window=16", iters)))
-        ours = found.ours(effort, "bandwidth", *common, f"--sizes={sizes(BIG)}", "--window=1", more)
+        ours = found.ours("bandwidth", *common, f"--sizes={sizes(BIG)}", "--window=1", more)
         single.append((ours, found.peer("copies", "copies.py", *engine, "--window=1", more)))
         mesh = ("mesh", "--devices=cuda:0,cuda:1", "--transport=cuda_ipc", "--size=64M", "--window=16", iters)
-        both.append((found.ours(effort, *mesh), found.peer("both", "copies.py", "--what=both", "--window=16", iters)))
+        both.append((found.ours(*mesh), found.peer("both", "copies.py", "--what=both", "--window=16", iters)))
     for turns, how in ((many, "16 under way"), (single, "one at a time")):
         for size in BIG:
             rates = [row.gb_per_s or 0.0 for ours, _ in turns for row in ours if row.size == size]
@@ -99,7 +98,7 @@ def latency(effort: Effort, found: ScenarioResults) -> None:
     few = (f"--sizes={sizes(SMALL)}", f"--iters={effort.scaled(200)}", "--warmup=20")
     for turn in range(effort.rounds):
         common = ("--device=cuda:0,cuda:1", "--transport=cuda_ipc", "--op=both")
-        for row in found.ours(effort, "latency", *common, f"--sizes={sizes(SMALL)}", *counts):
+        for row in found.ours("latency", *common, f"--sizes={sizes(SMALL)}", *counts):
             (writes if row.what == "write" else sends)[row.size].append(row.p50_us or 0.0)
         for said in found.peer("puts", "../puts.py", *few):
             puts[said["size"]].append(statistics.median(said["samples_us"]))
@@ -128,7 +127,7 @@ def mesh(effort: Effort, found: ScenarioResults) -> None:
     rates: list[float] = []
     engines, nccl, copies = [], [], Counter[str]()
     for _ in range(effort.rounds):
-        rows = found.ours(effort, *command)
+        rows = found.ours(*command)
         rates += together(rows)
         for row in rows:
             copies.update(row.copies)
@@ -155,7 +154,7 @@ def unpack(effort: Effort, found: ScenarioResults) -> None:
     """The unpack kernel and its two rivals beside contiguous copies, from device and pinned memory."""
     for source in ("device", "pinned"):
         options = ("unpack", "--device=cuda:0", "--size=64M", "--fragments=4K,16K,64K", f"--from={source}")
-        rows = found.ours(effort, *options)
+        rows = found.ours(*options)
         found.outcomes += unpacked(rows, source, {"device": 0.8, "pinned": 0.9}[source], found.failure_reason("unpack"))
 
 
@@ -287,19 +286,13 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer iterations")
     arguments = parser.parse_args()
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    found = ScenarioResults(arguments.pack, arguments.out)
     run = SCENARIOS[arguments.name][0]
+    effort = Effort(arguments.rounds, arguments.quick)
     with tempfile.TemporaryDirectory(prefix="crossrail-bench-") as scratch:
-        effort = Effort(Path(scratch), arguments.rounds, arguments.quick)
-        try:
-            run(effort, found)
-        except Exception as error:
-            if not isinstance(error, (RuntimeError, OSError, subprocess.TimeoutExpired)):
-                traceback.print_exc()
-            print(f"{arguments.name}: {error}", file=sys.stderr)
-            found.outcomes.append(Outcome(arguments.name, "-", "to run", failed=True, notes=[str(error)]))
+        found = ScenarioResults(arguments.pack, arguments.out, Path(scratch))
+        found.attempt(arguments.name, "to run", lambda: run(effort, found))
         found.save()
-    return 1 if any(outcome.failed for outcome in found.outcomes) else 0
+    return 1 if found.failed else 0
 
 
 if __name__ == "__main__":

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experts import DROP_IN, V1
-from findings import Effort, ScenarioResults
+from findings import ScenarioResults
 from steps import gpu_count
 
 from crossrail_tools.report import counted
-from harness import Outcome
+from harness import Effort, Outcome
 
 GOALS_US = {"dispatch": 12.0, "combine": 8.0}
 """Host time of a call, in every pattern."""

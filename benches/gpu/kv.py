@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from findings import Effort, ScenarioResults
+from findings import ScenarioResults
 from judging import Outcome, rate_against
 from sharing import shared
 from steps import gpu_count
 
 from crossrail_tools.report import Row, format_rate
+from harness import Effort
 
 GOALS_US = {True: 800.0, False: 1200.0}
 """Of 32k tokens in pages of 16, from the first post until the last row is there: within one GPU, over NVLink."""
@@ -38,7 +35,7 @@ def kv(effort: Effort, found: ScenarioResults) -> None:
         ("cuda_ipc", "--isl=1K", "--compare=nixl"),
         ("tcp", "--isl=1K", "--compare=nixl"),
     ):
-        for row in found.ours(effort, "kv", *common, *grid, f"--transport={way}"):
+        for row in found.ours("kv", *common, *grid, f"--transport={way}"):
             found.outcomes += compared(row, one_gpu)
         if found.failures:
             found.outcomes.append(Outcome(f"pages, {way}", "-", "to run", failed=True, notes=[found.failures.pop()]))

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from experts import DROP_IN, V1
-from findings import Effort, ScenarioResults
+from findings import ScenarioResults
 from hosts import QUIET
 
 from crossrail_tools.report import counted
 from crossrail_tools.report.goals import judged, times
-from harness import Outcome
+from harness import Effort, Outcome
 
 V2 = "deepep-v2"
 ELASTIC = f"{DROP_IN}-v2"

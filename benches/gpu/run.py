@@ -72,7 +72,7 @@ def main() -> int:
         "outcomes": [asdict(outcome) for outcome in outcomes],
     }
     runner.table.write_text(compact(summary))
-    show(outcomes)
+    show_goals("GPU memory, every goal", outcomes, console())
     return code
 
 
@@ -128,15 +128,6 @@ def outcomes_of(path: Path, result: Result) -> list[Outcome]:
     if found:
         return found
     return [Outcome(result.name, "-", "to run", failed=not result.good, notes=[result.state, *result.notes])]
-
-
-def show(outcomes: list[Outcome]) -> None:
-    """The notes, and the table after them: a log may be cut at its beginning."""
-    out = console()
-    for outcome in outcomes:
-        for note in dict.fromkeys(outcome.notes):
-            out.print(f"{outcome.work}: {note}", soft_wrap=True)
-    show_goals("GPU memory, every goal", outcomes, out)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping
 
-from findings import Effort, ScenarioResults
+from findings import ScenarioResults
 from judging import Outcome, staged, time_against
 from sharing import rank_devices, two_ranks
 
 from crossrail_tools.report import format_size
+from harness import Effort
 
 MIB = 1 << 20
 RAILS = ("127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4")
@@ -64,13 +65,11 @@ def tcp(effort: Effort, found: ScenarioResults) -> None:
     host = {(size, count): list[float]() for size in LARGE for count in COUNTS}
     for turn in range(effort.rounds):
         for size, count in host:
-            host[size, count] += p2p(effort, found, size, count)
+            host[size, count] += p2p(found, size, count)
         for size, count, mode in gpu:
             # Modes that are not used unless asked for are shown, not judged: one turn will do.
             if turn == 0 or mode == MODES[0]:
-                gpu[size, count, mode] += p2p(
-                    effort, found, size, count, f"--device={rank_devices()}", f"--unpack={mode}"
-                )
+                gpu[size, count, mode] += p2p(found, size, count, f"--device={rank_devices()}", f"--unpack={mode}")
         if two:
             for rates, variant in ((plain, PLAIN), (tuned, best)):
                 for size, rate in over_sockets(found, variant):
@@ -95,10 +94,10 @@ def modes(size: int, quick: bool) -> list[tuple[int, str]]:
     ]
 
 
-def p2p(effort: Effort, found: ScenarioResults, size: int, count: int, *options: str) -> list[float]:
+def p2p(found: ScenarioResults, size: int, count: int, *options: str) -> list[float]:
     """GB/s of our transfers, one at a time, over so many rails."""
     common = ("p2p", f"--size={format_size(size)}", f"--iters={LARGE[size][0]}", WARMUP, "--transport=tcp")
-    return [row.gb_per_s or 0.0 for row in found.ours(effort, *common, on_rails(count), *options)]
+    return [row.gb_per_s or 0.0 for row in found.ours(*common, on_rails(count), *options)]
 
 
 def on_rails(count: int) -> str:
@@ -131,7 +130,7 @@ def small(effort: Effort, found: ScenarioResults, best: str) -> list[Outcome]:
     theirs: dict[str, Rates] = {variant: {size: [] for size in SMALL} for variant in dict.fromkeys((PLAIN, best))}
     for _ in range(effort.rounds):
         options = (f"--device={rank_devices()}", "--transport=tcp", on_rails(1), sizes, *counts)
-        for row in found.ours(effort, "latency", *options):
+        for row in found.ours("latency", *options):
             ours[row.size].append(row.p50_us or 0.0)
         for variant, times in theirs.items():
             settings = {**SOCKETS, **VARIANTS[variant]}

@@ -24,7 +24,8 @@ import goals  # noqa: E402
 import hosts  # noqa: E402
 import normal  # noqa: E402
 import pack_deepep_v2  # noqa: E402
-from findings import Effort, Outcome  # noqa: E402
+
+from harness import Effort, Outcome  # noqa: E402
 
 V1 = PeerResult("deep_ep", p50_us=100.0, rounds=[100.0], kernel_us=50.0, host_p50_us=200.0, heap_bytes=1000)
 
@@ -123,7 +124,7 @@ class Asked:
         self.failures = ["no GPU"]
         self.commands: list[Any] = []
 
-    def ours(self, _: Effort, *options: str, **__: str) -> list[Row]:
+    def ours(self, *options: str, **__: str) -> list[Row]:
         self.commands.append(parse_arguments(["bench", *options]))
         return []
 
@@ -135,7 +136,7 @@ class Asked:
 @pytest.mark.parametrize("name", sorted({*goals.SETS["experts"]} - {"ep_hosts", "ep_normal"}))
 def test_a_scenario_runs_commands_that_there_are(tmp_path: Path, name: str, quick: bool) -> None:
     asked = Asked()
-    goals.SCENARIOS[name][0](Effort(tmp_path, 3, quick), asked)  # type: ignore[arg-type]
+    goals.SCENARIOS[name][0](Effort(3, quick), asked)  # type: ignore[arg-type]
     assert asked.commands
     assert asked.outcomes
     assert any(outcome.failed and outcome.notes == ["no GPU"] for outcome in asked.outcomes)
@@ -147,7 +148,7 @@ def test_a_scenario_runs_commands_that_there_are(tmp_path: Path, name: str, quic
 
 def test_a_sweep_changes_one_number_of_a_preset_at_a_time(tmp_path: Path) -> None:
     asked = Asked()
-    experts.sweep(Effort(tmp_path), asked)  # type: ignore[arg-type]
+    experts.sweep(Effort(), asked)  # type: ignore[arg-type]
     names = {"tokens", "hidden", "topk", "experts", "routing", "dtype"}
     for layout in ("expert", "rank"):
         commands = [command for command in asked.commands if command.layout == layout]
@@ -189,7 +190,7 @@ def test_hosts_are_measured_by_one_program(tmp_path: Path) -> None:
         def missing_reason(self, name: str) -> str:
             return "no GPU"
 
-    goals.SCENARIOS["ep_hosts"][0](Effort(tmp_path, 3, True), Peers())  # type: ignore[arg-type]
+    goals.SCENARIOS["ep_hosts"][0](Effort(3, True), Peers())  # type: ignore[arg-type]
     assert commands == [
         ("drop-in", "host_calls.py", "--module=crossrail.deep_ep"),
         ("deepep", "host_calls.py", "--module=deep_ep"),
@@ -212,7 +213,7 @@ def test_normal_mode_is_measured_by_both_versions_programs(tmp_path: Path, monke
             return "no GPU"
 
     peers = Peers()
-    goals.SCENARIOS["ep_normal"][0](Effort(tmp_path, 3, True), peers)  # type: ignore[arg-type]
+    goals.SCENARIOS["ep_normal"][0](Effort(3, True), peers)  # type: ignore[arg-type]
     assert commands == [
         ("drop-in", "--module=crossrail.deep_ep", "--version=1", "--tokens=8,128,4096"),
         ("deepep", "--module=deep_ep", "--version=1", "--tokens=8,128,4096"),

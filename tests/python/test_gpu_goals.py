@@ -32,6 +32,8 @@ import ranks  # noqa: E402
 import sharing  # noqa: E402
 from steps import Result, gpu_count  # noqa: E402
 
+import harness  # noqa: E402
+
 
 def test_a_rate_is_held_against_the_median_of_the_peers_turns() -> None:
     outcome = judging.rate_against("work", [97.0, 98.0, 10.0], [100.0, 1.0, 200.0], 0.97, "copies", "never")
@@ -94,7 +96,7 @@ class Machine:
         self.asked: list[tuple[str, ...]] = []
         self.silent: set[str] = set()
         self.folder = tmp_path
-        monkeypatch.setattr(findings, "bench", self.bench)
+        monkeypatch.setattr(harness, "bench", self.bench)
         for module in (findings, goals):
             monkeypatch.setattr(module, "peer", self.peer)
             monkeypatch.setattr(module, "gpu_count", lambda: (gpus, ""))
@@ -159,9 +161,8 @@ class Machine:
         return {"rows": [{**row, "size": size, "gb_per_s": rate} for size in ranks.sizes(given.get("--sizes", "64M"))]}
 
     def run(self, name: str, rounds: int = 2) -> dict[str, Any]:
-        effort = findings.Effort(self.folder, rounds)
-        found = findings.ScenarioResults(self.folder, self.folder / "out.json")
-        goals.SCENARIOS[name][0](effort, found)
+        found = findings.ScenarioResults(self.folder, self.folder / "out.json", self.folder)
+        goals.SCENARIOS[name][0](harness.Effort(rounds), found)
         found.save()
         data: dict[str, Any] = json.loads((self.folder / "out.json").read_text())
         return data
@@ -302,7 +303,7 @@ def test_a_peer_that_fails_costs_its_rows_alone(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_peer_that_hung_is_not_run_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = findings.ScenarioResults(tmp_path, tmp_path / "out.json")
+    found = findings.ScenarioResults(tmp_path, tmp_path / "out.json", tmp_path)
     runs: list[str] = []
     monkeypatch.setattr(findings, "peer", lambda script, *_: runs.append(script) or {"error": "hung", "hung": True})
     assert found.peer("nixl", "nixl.py", "--sizes=4K") == found.peer("nixl", "nixl.py", "--sizes=8K") == []
@@ -369,7 +370,7 @@ def test_the_table_has_a_line_for_each_scenario(tmp_path: Path, capsys: pytest.C
     outcomes += run.outcomes_of(tmp_path / "mesh.json", Result("mesh", "out of time"))
     outcomes += run.outcomes_of(tmp_path / "tcp.json", Result("tcp", "skipped", notes=["needs 2 GPUs"]))
     assert [outcome.failed for outcome in outcomes] == [False, True, False]
-    run.show(outcomes)
+    harness.show_goals("GPU memory, every goal", outcomes, run.console())
     said = capsys.readouterr().out
     assert "mesh: out of time" in said
     assert "tcp: needs 2 GPUs" in said
