@@ -6,7 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -16,24 +16,8 @@ from .schema import Row
 from .sources import Source
 from .tables import table
 
-_LISTS = frozenset(
-    (
-        "samples_us",
-        "rounds",
-        "slowest_us",
-        "raw_tcp_us",
-        "gpu_us",
-        "host_us",
-        "iterations",
-        "messages",
-        "rank_times",
-        "traffic",
-        "expert_tokens",
-    )
-)
+_TOO_LONG = frozenset(item.name for item in fields(Row) if str(item.type).startswith("list")) - {"lanes", "notes"}
 """Fields of rows that a line of CSV does not hold."""
-
-_OBJECTS = frozenset(("lanes", "unused", "stages", "verdict", "notes", "peers", "ratio", "stages_us", "links", "phase"))
 
 
 def markdown(document: Document) -> str:
@@ -96,23 +80,23 @@ def renderables(document: Document) -> list[RenderableType]:
 
 def comma_separated(sources: Sequence[Source]) -> str:
     """Every row of every file as a line of CSV, with the fields that any of them has; raw samples as their number."""
-    names = [item.name for item in fields(Row) if item.name not in _LISTS]
+    names = [item.name for item in fields(Row) if item.name not in _TOO_LONG]
     every = [(source, source.program, row) for source in sources for row in source.rows]
     every += [(source, program, row) for source in sources for program, rows in source.others.items() for row in rows]
-    used = [name for name in names if any(_written(getattr(row, name), name) for _, _, row in every)]
+    used = [name for name in names if any(_written(getattr(row, name)) for _, _, row in every)]
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["file", "by", *used, "samples"])
     for source, program, row in every:
-        cells = [_written(getattr(row, name), name) for name in used]
+        cells = [_written(getattr(row, name)) for name in used]
         writer.writerow([_written(source.name), _written(program), *cells, len(row.samples_us)])
     return out.getvalue()
 
 
-def _written(value: object, name: str = "") -> str:
+def _written(value: object) -> str:
     if value is None or value in ([], {}):
         return ""
-    if name in _OBJECTS:
+    if isinstance(value, (list, dict)) or is_dataclass(value):
         return json.dumps(value, default=vars, separators=(",", ":"))
     if isinstance(value, bool):
         return "true" if value else "false"
