@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from crossrail_tools.report import Facts, Lane, Stages, Waits, judge, stage_shares
+from crossrail_tools.report import Facts, Lane, Row, Stages, Waits, judge, stage_shares
 
 FULL = Stages(match_us=0.0, window_us=0.0, wire_us=950.0, copy_us=20.0)
 
@@ -16,10 +16,19 @@ def rails(count: int, rate: float = 0.25, line: float | None = None, retransmits
     ]
 
 
+def changed(made: Facts, **changes) -> Facts:
+    own = {name: changes.pop(name) for name in ("dead", "channels_found") if name in changes}
+    names = {"us": "p50_us", "raw_gb_per_s": "raw_tcp_gb_per_s"}
+    row = replace(made.row, **{names.get(name, name): value for name, value in changes.items()})
+    return replace(made, row=row, **own)
+
+
 def facts(**changes) -> Facts:
-    base = Facts(
+    base = Row(
+        "p2p",
+        "tcp",
         size=64 << 20,
-        us=1000.0,
+        p50_us=1000.0,
         gb_per_s=1.0,
         protocol="chunks",
         stages=FULL,
@@ -29,7 +38,7 @@ def facts(**changes) -> Facts:
         channels=1,
         memory="ordinary",
     )
-    return replace(base, **changes)
+    return changed(Facts(base), **changes)
 
 
 def test_a_dead_rail_comes_before_everything() -> None:
@@ -108,7 +117,7 @@ def gpu(**changes) -> Facts:
         bounce=128 << 20,
         stages=replace(FULL, pack_us=100.0, unpack_us=60.0, slot_us=10.0),
     )
-    return replace(base, **changes)
+    return changed(base, **changes)
 
 
 @pytest.mark.parametrize(("rate", "holds"), [(1.69, "host memory"), (1.71, "network")])
@@ -127,8 +136,8 @@ def test_a_window_that_a_socket_takes_at_once_is_the_limit_if_it_led() -> None:
     stages = replace(FULL, window_us=870.0, slowest={"window": 0.87, "network": 0.13})
     small = facts(raw_gb_per_s=1.1, stages=stages, window=1, chunk=64 << 10)
     assert judge(small).holds == "window" and "raise to" in judge(small).text
-    assert judge(replace(small, chunk=2 << 20)).holds == "network"
-    assert judge(replace(small, stages=replace(stages, slowest={"window": 0.4, "network": 0.6}))).holds == "network"
+    assert judge(changed(small, chunk=2 << 20)).holds == "network"
+    assert judge(changed(small, stages=replace(stages, slowest={"window": 0.4, "network": 0.6}))).holds == "network"
 
 
 def test_a_network_that_is_full_hides_windows_slots_and_unpacking() -> None:
@@ -339,6 +348,6 @@ def test_unpacking_that_nobody_waits_for_is_not_the_limit() -> None:
 @pytest.mark.parametrize("made", [facts(), facts(lanes=rails(1)), gpu(), facts(raw_gb_per_s=2.0)])
 def test_more_connections_than_were_found_are_no_advice(made: Facts) -> None:
     assert "--channels 2" in judge(made).text
-    found = judge(replace(made, channels=4, channels_found=True)).text
+    found = judge(changed(made, channels=4, channels_found=True)).text
     assert "--channels" not in found
     assert "--pin none" in found or "CROSSRAIL_CHANNELS=auto has 4 connections per rail" in found

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from crossrail_tools.report import PeerResult, Report, Round, Row, format_size, with_peers, with_samples
+from crossrail_tools.report import PeerResult, Report, Round, Row, as_peer, format_size, with_peers, with_samples
 
 from .failure import Failure
 from .kv_ends import TLS, Ends, Place, ends_of, far_end, listen, peer_of
@@ -222,15 +222,7 @@ def _measured(options: KvOptions, work: Work, op: str, far: Channel | None) -> R
         if library in errors:
             peers[library] = PeerResult(work.what, error=errors[library])
         else:
-            it = with_samples(row, rounds[library])
-            peers[library] = PeerResult(
-                work.what,
-                p50_us=it.p50_us,
-                avg_us=it.avg_us,
-                gb_per_s=it.gb_per_s,
-                rounds=it.rounds,
-                cpu_s_per_gib=it.cpu_s_per_gib,
-            )
+            peers[library] = as_peer(with_samples(row, rounds[library]), work.what)
     return with_peers(row, peers)
 
 

@@ -8,7 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .build import Round, p2p_row, unpack_rates, with_peers, with_raw_tcp, with_samples, with_times
+    from .build import Round, as_peer, p2p_row, unpack_rates, with_peers, with_raw_tcp, with_samples, with_times
     from .control import averaged, control_rows
     from .environment import capture_environment
     from .ep import EpDeviceRank, EpRank, EpTurn, ep_device_row, ep_row, kernels_us, slowest
@@ -58,6 +58,7 @@ __all__ = [
     "VerdictLine",
     "Waits",
     "WriteError",
+    "as_peer",
     "averaged",
     "better",
     "capture_environment",
@@ -99,7 +100,16 @@ __all__ = [
 # Imported on first use: most commands need few of them, and tables bring rich, which takes longer than all the rest. No
 # module may be called like a name: whoever imports it puts the module where the name is looked for.
 _MODULES = {
-    "build": ("Round", "p2p_row", "unpack_rates", "with_peers", "with_raw_tcp", "with_samples", "with_times"),
+    "build": (
+        "Round",
+        "as_peer",
+        "p2p_row",
+        "unpack_rates",
+        "with_peers",
+        "with_raw_tcp",
+        "with_samples",
+        "with_times",
+    ),
     "control": ("averaged", "control_rows"),
     "environment": ("capture_environment",),
     "ep": ("EpDeviceRank", "EpRank", "EpTurn", "ep_device_row", "ep_row", "kernels_us", "slowest"),

@@ -78,6 +78,12 @@ def with_peers(row: Row, peers: Mapping[str, PeerResult]) -> Row:
     return replace(row, peers=judged, ratio=ratio)
 
 
+def as_peer(row: Row, what: str) -> PeerResult:
+    """The figures of a row that another library or another way has measured, as those of a peer."""
+    shared = {one.name for one in fields(PeerResult)} & {one.name for one in fields(Row)} - {"what"}
+    return PeerResult(what, **{name: getattr(row, name) for name in shared})
+
+
 MOST_SPREAD = 2.0
 """Factor between the rounds of one program, which did the same work in each, from which something disturbed them."""
 
@@ -157,39 +163,17 @@ def p2p_row(
     iterations = [one for turn in rounds for one in turn]
     row = with_samples(row, [Round([one.us_sender for one in turn], row.size) for turn in rounds])
     lanes = sum_lanes(iterations, known)
-    stages = stages_of(iterations)
-    protocols = list(dict.fromkeys(one.protocol for one in iterations))
-    facts = Facts(
-        size=row.size,
-        us=median([one.us_sender for one in iterations]),
-        gb_per_s=row.gb_per_s or 0.0,
-        protocol=protocols[-1],
-        stages=stages,
-        lanes=lanes,
-        window=row.window,
-        chunk=row.chunk,
-        channels=row.channels,
-        channels_found=channels_found,
-        memory=row.memory,
-        dead=dead,
-        raw_gb_per_s=row.raw_tcp_gb_per_s,
-        device=row.device,
-        unpack=row.unpack,
-        unpack_gb_per_s=row.unpack_gb_per_s,
-        bounce=row.bounce,
-        unused={name: why for name, why in row.unused.items() if not any(_carried(lane, name) for lane in lanes)},
-    )
-    return replace(
+    row = replace(
         row,
-        unused=dict(facts.unused),
-        protocol=", ".join(protocols),
+        unused={name: why for name, why in row.unused.items() if not any(_carried(lane, name) for lane in lanes)},
+        protocol=", ".join(dict.fromkeys(one.protocol for one in iterations)),
         iterations=iterations,
         lanes=lanes,
-        stages=stages,
+        stages=stages_of(iterations),
         bytes_wire=sum(lane.bytes for lane in lanes),
         notes=[*row.notes, *dict.fromkeys(note for one in iterations for note in one.notes)],
-        verdict=judge(facts),
     )
+    return replace(row, verdict=judge(Facts(row, dead, channels_found)))
 
 
 def unpack_rates(found: Mapping[str, Any], size: int) -> dict[str, float]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from .schema import Lane, Stages, VerdictLine
+from .schema import Lane, Row, Stages, VerdictLine
 from .units import format_bytes, format_rate, format_size
 
 MATCH_SHARE = 0.20
@@ -56,38 +56,38 @@ MOST_WINDOW = 1024
 
 @dataclass(frozen=True)
 class Facts:
-    """The measurements that a verdict is based on: medians over the iterations, sums over the lanes.
+    """The row of a transfer to be judged.
 
-    ``raw_gb_per_s``: rate of plain TCP sockets over the same rails. ``device``: devices of the ends, if one is a GPU;
-    ``unpack``: how chunks were unpacked into its memory, ``unpack_gb_per_s``: the rate of each mode alone, and
-    ``bounce``: the bytes of bounce memory. All from the same run; None if not measured or not applicable.
-    ``unused``: what was expected to carry data and carried nothing, and why. ``channels_found``: the number of
-    connections per rail, ``channels``, was found by measuring, so that another number is no advice.
+    ``dead``: rails that failed during it. ``channels_found``: the number of connections per rail was found by
+    measuring, so that another number is no advice.
     """
 
-    size: int
-    us: float
-    gb_per_s: float
-    protocol: str
-    stages: Stages
-    lanes: Sequence[Lane]
-    window: int | None = None
-    chunk: int | None = None
-    channels: int | None = None
+    row: Row
+    dead: Sequence[str] = ()
     channels_found: bool = False
-    memory: str | None = None
-    dead: Sequence[str] = field(default_factory=tuple)
-    raw_gb_per_s: float | None = None
-    device: str | None = None
-    unpack: str | None = None
-    unpack_gb_per_s: Mapping[str, float] = field(default_factory=dict)
-    bounce: int | None = None
-    unused: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def us(self) -> float:
+        """The median time at the sender."""
+        return self.row.p50_us or 0.0
+
+    @property
+    def gb_per_s(self) -> float:
+        return self.row.gb_per_s or 0.0
+
+    @property
+    def stages(self) -> Stages:
+        return self.row.stages or _NOTHING
+
+    @property
+    def protocol(self) -> str:
+        """That of the last transfer."""
+        return (self.row.protocol or "").rpartition(", ")[2]
 
     @property
     def ceiling(self) -> float | None:
         """Rate of plain TCP sockets, unless they were slower than the transfer and so are no ceiling."""
-        return None if is_void(self.gb_per_s, self.raw_gb_per_s) else self.raw_gb_per_s
+        return None if is_void(self.gb_per_s, self.row.raw_tcp_gb_per_s) else self.row.raw_tcp_gb_per_s
 
     @property
     def direct(self) -> bool:
@@ -97,14 +97,17 @@ class Facts:
     @property
     def staged(self) -> bool:
         """Whether the data was staged in bounce memory."""
-        return self.device is not None and not self.direct
+        return self.row.device is not None and not self.direct
+
+
+_NOTHING = Stages(0.0, 0.0, 0.0, 0.0)
 
 
 def judge(facts: Facts) -> VerdictLine:
     """The verdict: checks first for failures, then for saturated resources, then for waiting."""
     rules = (_rail, _match, _network, _pack, _unpack, _slots, _window, _copy, _between, _ring)
     found = next((verdict for rule in rules if (verdict := rule(facts)) is not None), None) or _wire(facts)
-    sentences = [found.text, *_shares(facts), *_void(facts), *unused_lines(facts.unused)]
+    sentences = [found.text, *_shares(facts), *_void(facts), *unused_lines(facts.row.unused)]
     return VerdictLine(found.holds, " ".join(sentences))
 
 
@@ -123,7 +126,7 @@ def unused_lines(unused: Mapping[str, str]) -> list[str]:
 
 def _void(facts: Facts) -> list[str]:
     """Which comparison says nothing, and why."""
-    raw = facts.raw_gb_per_s
+    raw = facts.row.raw_tcp_gb_per_s
     if facts.direct or not raw or not is_void(facts.gb_per_s, raw):
         return []
     return [
@@ -159,7 +162,7 @@ def _rail(facts: Facts) -> VerdictLine | None:
     if not facts.dead:
         return None
     names = ", ".join(facts.dead)
-    left = [lane.name for lane in facts.lanes if lane.name not in facts.dead and lane.bytes > 0]
+    left = [lane.name for lane in facts.row.lanes if lane.name not in facts.dead and lane.bytes > 0]
     others = f"; {', '.join(left)} carried its chunks" if left else ""
     return VerdictLine("rail", f"rail: {names} went down during the run{others}. Look at that link first.")
 
@@ -179,7 +182,7 @@ def _network(facts: Facts) -> VerdictLine | None:
     raw = facts.ceiling
     if not raw or facts.direct or facts.gb_per_s < NETWORK_SHARE * raw or _is_small_window(facts):
         return None
-    rails = [lane for lane in facts.lanes if lane.bytes > 0]
+    rails = [lane for lane in facts.row.lanes if lane.bytes > 0]
     head = (
         f"network: {format_rate(facts.gb_per_s)} over {_count(rails)}, {facts.gb_per_s / raw:.0%} of the "
         f"{format_rate(raw)} that plain TCP sockets carried over the same in this run"
@@ -189,7 +192,11 @@ def _network(facts: Facts) -> VerdictLine | None:
 
 def _is_small_window(facts: Facts) -> bool:
     """Whether the transfer waited mostly for acknowledgements, not because the link was full."""
-    small = facts.window is not None and facts.chunk is not None and facts.window * facts.chunk < SMALL_WINDOW
+    small = (
+        facts.row.window is not None
+        and facts.row.chunk is not None
+        and facts.row.window * facts.row.chunk < SMALL_WINDOW
+    )
     return small and _leads(facts, "window")
 
 
@@ -205,10 +212,10 @@ def _pack(facts: Facts) -> VerdictLine | None:
 
 
 def _unpack(facts: Facts) -> VerdictLine | None:
-    if not facts.staged or facts.unpack is None:
+    if not facts.staged or facts.row.unpack is None:
         return None
     busy, waited = _part(facts.stages.unpack_us, facts), _part(facts.stages.slot_us, facts)
-    own = facts.unpack_gb_per_s.get(facts.unpack)
+    own = facts.row.unpack_gb_per_s.get(facts.row.unpack)
     void = is_void(facts.gb_per_s, own)
     near = own is not None and not void and facts.gb_per_s >= UNPACK_SHARE * own
     if facts.stages.slowest:
@@ -217,16 +224,16 @@ def _unpack(facts: Facts) -> VerdictLine | None:
         busy = facts.stages.slowest["unpack"]
     elif not (near or busy >= UNPACK_BUSY or (waited >= SLOT_SHARE and busy >= UNPACK_BUSY / 2)):
         return None
-    alone = ", ".join(f"{mode} {format_rate(rate)}" for mode, rate in facts.unpack_gb_per_s.items())
+    alone = ", ".join(f"{mode} {format_rate(rate)}" for mode, rate in facts.row.unpack_gb_per_s.items())
     what = "of the time everything waited for unpacking" if facts.stages.slowest else "of the time was unpacking"
-    found = f"{busy:.0%} {what}, by {facts.unpack}, at {format_rate(facts.gb_per_s)}"
+    found = f"{busy:.0%} {what}, by {facts.row.unpack}, at {format_rate(facts.gb_per_s)}"
     found += f"; alone on this GPU, in this run: {alone}" if alone else ""
     if void:
         return VerdictLine("unpack", f"unpack: {found}, which is less: the comparison is void. Repeat it.")
-    best = max(facts.unpack_gb_per_s, key=lambda mode: facts.unpack_gb_per_s[mode], default=facts.unpack)
-    if own is not None and facts.unpack_gb_per_s[best] >= FASTER * own:
+    best = max(facts.row.unpack_gb_per_s, key=lambda mode: facts.row.unpack_gb_per_s[mode], default=facts.row.unpack)
+    if own is not None and facts.row.unpack_gb_per_s[best] >= FASTER * own:
         return VerdictLine("unpack", f"unpack: use {best}. {found}.")
-    advice = f"{facts.unpack} is the fastest mode here: larger chunks (--chunk) mean fewer of them"
+    advice = f"{facts.row.unpack} is the fastest mode here: larger chunks (--chunk) mean fewer of them"
     return VerdictLine("unpack", f"unpack: {found}. {advice}.")
 
 
@@ -235,8 +242,8 @@ def _slots(facts: Facts) -> VerdictLine | None:
     if not facts.staged or waited < SLOT_SHARE:
         return None
     busy = _part(facts.stages.unpack_us, facts)
-    now = f" of {format_size(facts.bounce)}" if facts.bounce else ""
-    more = f"CROSSRAIL_BOUNCE={format_size(facts.bounce * 2)}" if facts.bounce else "a larger CROSSRAIL_BOUNCE"
+    now = f" of {format_size(facts.row.bounce)}" if facts.row.bounce else ""
+    more = f"CROSSRAIL_BOUNCE={format_size(facts.row.bounce * 2)}" if facts.row.bounce else "a larger CROSSRAIL_BOUNCE"
     return VerdictLine(
         "bounce",
         f"bounce: {waited:.0%} of the time chunks waited for a slot in the bounce memory{now}, while unpacking took "
@@ -249,10 +256,10 @@ def _window(facts: Facts) -> VerdictLine | None:
     if part < WINDOW_SHARE:
         return None
     more = _enough_window(facts, part)
-    chunk = f"--chunk {format_size(facts.chunk * 2)}" if facts.chunk else "a larger --chunk"
+    chunk = f"--chunk {format_size(facts.row.chunk * 2)}" if facts.row.chunk else "a larger --chunk"
     raise_to = "raise it" if more is None else f"raise to {more}"
-    tries = [*([] if more is None else [f"--window {more}"]), *([chunk] if more is None or facts.chunk else [])]
-    now = f" of {facts.window} chunks" if facts.window else ""
+    tries = [*([] if more is None else [f"--window {more}"]), *([chunk] if more is None or facts.row.chunk else [])]
+    now = f" of {facts.row.window} chunks" if facts.row.window else ""
     raw = facts.ceiling
     beside = f" at {format_rate(facts.gb_per_s)}, where plain TCP sockets carried {format_rate(raw)}" if raw else ""
     return VerdictLine(
@@ -267,7 +274,7 @@ def _enough_window(facts: Facts, part: float) -> int | None:
 
     None if there is no larger window.
     """
-    window = facts.window
+    window = facts.row.window
     if not window or window >= MOST_WINDOW:
         return None
     idle = 1 / (1 - part) if part < 1 else 2.0
@@ -283,15 +290,15 @@ def _copy(facts: Facts) -> VerdictLine | None:
     part = _part(facts.stages.copy_us, facts)
     if part < COPY_SHARE and not facts.direct:
         return None
-    rate = f"{format_rate(facts.gb_per_s)} for {format_size(facts.size)}"
-    if facts.direct and facts.device is not None:
+    rate = f"{format_rate(facts.gb_per_s)} for {format_size(facts.row.size)}"
+    if facts.direct and facts.row.device is not None:
         text = f"copy: {part:.0%} of the time the GPUs copied ({rate}). That is one copy over the link between them"
         return VerdictLine("copy", f"{text}: `crossrail bench mesh` shows whether other pairs are faster.")
     if facts.protocol == "direct(mapped)":
         advice = "That is one plain copy, the least there can be: smaller transfers stay in the cache and go faster."
-    elif facts.device is not None:
+    elif facts.row.device is not None:
         advice = "Bounce memory and processors on the GPU's own NUMA node copy fastest: see `crossrail info`."
-    elif facts.memory == "shared":
+    elif facts.row.memory == "shared":
         advice = "Both ends already use shared memory."
     else:
         advice = "Memory from Context.alloc is copied without a system call: try --memory shared."
@@ -302,7 +309,7 @@ def _copy(facts: Facts) -> VerdictLine | None:
 
 def _has_unused_rails(facts: Facts) -> bool:
     """Whether rails that were expected to carry data did not: they come before any other advice."""
-    return any("/" in name for name in facts.unused)
+    return any("/" in name for name in facts.row.unused)
 
 
 def _between(facts: Facts) -> VerdictLine | None:
@@ -313,8 +320,8 @@ def _between(facts: Facts) -> VerdictLine | None:
     stages = facts.stages
     spent = {"copying": stages.copy_us, "packing": stages.pack_us, "unpacking": stages.unpack_us}
     shown = [f"{_part(time, facts):.0%} {name}" for name, time in spent.items() if name == "copying" or facts.staged]
-    own = facts.unpack_gb_per_s.get(facts.unpack or "")
-    alone = f", {facts.unpack} unpacks {format_rate(own)} alone" if facts.staged and own else ""
+    own = facts.row.unpack_gb_per_s.get(facts.row.unpack or "")
+    alone = f", {facts.row.unpack} unpacks {format_rate(own)} alone" if facts.staged and own else ""
     where = " near the GPU" if facts.staged else ""
     more = _more_channels(facts)
     advice = f"{f'try {more}, or' if more else 'try'} more processors (--pin none)"
@@ -330,19 +337,19 @@ def _between(facts: Facts) -> VerdictLine | None:
 
 def _ring(facts: Facts) -> VerdictLine | None:
     """Shared memory without single copies: no rail or connection is involved."""
-    used = [lane for lane in facts.lanes if lane.bytes > 0]
+    used = [lane for lane in facts.row.lanes if lane.bytes > 0]
     if not used or any("/" in lane.name for lane in used) or facts.direct or facts.staged:
         return None
     text = (
         f"host memory: {format_rate(facts.gb_per_s)} through the ring in shared memory, which copies everything twice."
     )
-    if facts.memory != "shared":
+    if facts.row.memory != "shared":
         text += " Memory from Context.alloc is copied once: try --memory shared."
     return VerdictLine("host memory", text)
 
 
 def _wire(facts: Facts) -> VerdictLine:
-    rails = [lane for lane in facts.lanes if lane.bytes > 0]
+    rails = [lane for lane in facts.row.lanes if lane.bytes > 0]
     part = min(_part(facts.stages.wire_us, facts), 1.0)  # the two medians may be of different iterations
     head = f"network: {part:.0%} of the time data was on the wire, {format_rate(facts.gb_per_s)} over {_count(rails)}"
     return VerdictLine("network", f"{head}{_links(facts, rails)}")
@@ -363,7 +370,7 @@ def _links(facts: Facts, rails: Sequence[Lane]) -> str:
             return (
                 f", more than the {stated} that the devices state: these are not their rates, and compare with nothing."
             )
-        if used >= FULL_RAIL and not facts.unused:
+        if used >= FULL_RAIL and not facts.row.unused:
             return f", {used:.0%} of their {format_rate(line)}: full. More rails carry more."
         used_line = f", {used:.0%} of their {format_rate(line)}"
     if _has_unused_rails(facts):
@@ -378,11 +385,11 @@ def _links(facts: Facts, rails: Sequence[Lane]) -> str:
 
 def _more_channels(facts: Facts) -> str | None:
     """The setting for more connections per rail; None if their number was found by measuring."""
-    return None if facts.channels_found else f"--channels {(facts.channels or 1) * 2}"
+    return None if facts.channels_found else f"--channels {(facts.row.channels or 1) * 2}"
 
 
 def _found(facts: Facts) -> str:
-    count = facts.channels or 1
+    count = facts.row.channels or 1
     number = "1 connection" if count == 1 else f"{count} connections"
     return f"CROSSRAIL_CHANNELS=auto has {number} per rail, as many as the processors and the measured rates justify."
 

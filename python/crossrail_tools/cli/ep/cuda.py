@@ -11,7 +11,7 @@ from typing import Any
 
 import crossrail
 from crossrail._native import _DeviceEp
-from crossrail_tools.report import EpDeviceRank, EpTurn, PeerResult, Report, Row, counted, ep_device_row, with_peers
+from crossrail_tools.report import EpDeviceRank, EpTurn, Report, Row, as_peer, counted, ep_device_row, with_peers
 from crossrail_tools.verify.checking import Difference, Work
 from crossrail_tools.verify.sampling import Judge, inputs, outputs
 
@@ -132,7 +132,7 @@ class _Run:
         if self.where.node != 0:
             return []
         made = {way: [ep_device_row(likes[way][mode], turns[way, mode]) for mode in options.modes] for way in self.ways}
-        beside = {row.what: {NETWORK: _as_peer(row)} for row in made.get(NETWORK, [])}
+        beside = {row.what: {NETWORK: as_peer(row, "the same over the network alone")} for row in made.get(NETWORK, [])}
         ours = [with_peers(row, peers.results(row.what) | beside.get(row.what, {})) for row in made[OURS]]
         return ours + made.get(NETWORK, [])
 
@@ -167,19 +167,6 @@ class _Run:
         measured = ranks.collect("measured", self.where.ranks, LONG_S, tick)
         every: list[list[Message]] = [message["ranks"] for message in measured.values() if message["ranks"]]
         return every[0] if every else None
-
-
-def _as_peer(row: Row) -> PeerResult:
-    """The figures of a row as those of a peer."""
-    return PeerResult(
-        "the same over the network alone",
-        p50_us=row.p50_us,
-        avg_us=row.avg_us,
-        gb_per_s=row.gb_per_s,
-        rounds=row.rounds,
-        host_p50_us=row.host_p50_us,
-        heap_bytes=row.heap_bytes,
-    )
 
 
 def serve(parent: Parent, job: Message) -> None:
