@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 STUB = Path(__file__).parents[2] / "python" / "crossrail" / "_native.pyi"
 PRIVATE = "crossrail._native"
+
+_MADE_BY = re.compile(r"(?:[Cc]reated|[Mm]ade) by `")
+"""In the text of a class whose constructor is not for programs."""
 
 
 @cache
@@ -41,6 +45,8 @@ def of_the_stub(
     _app: Any, what: str, _name: str, of: Any, _options: Any, signature: str | None, result: str | None
 ) -> tuple[str | None, str | None]:
     """Handles Sphinx's event `autodoc-process-signature`."""
+    if inspect.isclass(of) and _MADE_BY.search(of.__doc__ or ""):
+        return "", None
     module = getattr(of, "__module__", None) or getattr(getattr(of, "__objclass__", None), "__module__", None)
     if module is None:
         module = getattr(getattr(of, "__self__", None), "__module__", None)

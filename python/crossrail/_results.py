@@ -182,8 +182,10 @@ class ProxyRail:
         For example ``tcp/eth1``.
     lost : str or None
         Why connections over it are lost, if some are.
-    sent_bytes, received_bytes : int
-        Bytes, heads included.
+    sent_bytes : int
+        Bytes sent, heads included.
+    received_bytes : int
+        Bytes received, heads included.
     """
 
     name: str
@@ -457,7 +459,9 @@ class Combined(Generic[A]):
     missing : list of int
         Ranks whose rows are not in the sums, ascending: not connected, masked or lost,
         in this combine or in its dispatch. As of `Dispatched` on a GPU.
-    timing, bytes : dict
+    timing : dict
+        As of `Dispatched`. Host only.
+    bytes : dict
         As of `Dispatched`. Host only.
     event : object or None
         GPU only: recorded behind the operation.

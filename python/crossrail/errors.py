@@ -55,8 +55,10 @@ class CrossrailError(Exception):
         The operation that failed: ``"connect"``.
     detail : str
         What happened.
-    peer, lane : str or None
-        The peer and the lane concerned, if any.
+    peer : str or None
+        The peer concerned, if any.
+    lane : str or None
+        The lane concerned, if any.
     progress : tuple of int or None
         Bytes done and bytes in all, where a transfer was in progress.
     waited : float or None

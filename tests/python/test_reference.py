@@ -144,6 +144,21 @@ def test_the_site_has_every_public_object() -> None:
     assert {name for name in direct if not name.startswith(MODULES)} == set()
 
 
+def test_every_page_is_in_the_contents_of_the_site() -> None:
+    """One that is in none ends `make site` with an error, which nobody sees who only runs the tests."""
+    listed: set[Path] = set()
+    for page in SITE.rglob("*.md"):
+        for tree in re.findall(
+            r"^```{toctree}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+        ):
+            entries = [line.strip() for line in tree.splitlines() if line.strip() and not line.startswith(":")]
+            names = [re.sub(r"^.*<(.*)>$", r"\1", entry) for entry in entries]
+            listed |= {(page.parent / f"{name}.md").resolve() for name in names}
+    folders = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("examples/**/*.md")]
+    pages = {*folders, *ROOT.glob("packages/*/README.md"), ROOT / "fuzz" / "README.md"}
+    assert pages - listed == {ROOT / "docs" / "README.md", SITE / "index.md"}
+
+
 def test_the_stub_and_the_extension_have_the_same_arguments() -> None:
     stub = ast.parse((ROOT / "python" / "crossrail" / "_native.pyi").read_text(encoding="utf-8"))
     declared: dict[str, list[str]] = {}
