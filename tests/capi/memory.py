@@ -9,7 +9,6 @@ the sanitizers those of the programs, also in memory of the library.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -19,13 +18,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "tests" / "python")]
 
-from c_programs import SOURCES, build  # noqa: E402
+from c_programs import SOURCES, build, checks  # noqa: E402
 
 VALGRIND = ["valgrind", "--quiet", "--error-exitcode=99", "--fair-sched=yes", "--leak-check=full"]
 VALGRIND += ["--show-leak-kinds=definite", "--errors-for-leak-kinds=definite"]
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 LIMIT_S = 300.0
-SLOW = {"forks"}
+FORKS = {"forks", "forked"}
 """Not under valgrind, whose forked child has what it has found in the parent."""
 
 
@@ -34,16 +33,19 @@ def main() -> int:
     if shutil.which("valgrind") is None:
         print("not run: valgrind is not installed (Debian: valgrind)")
         return 1
-    names = sys.argv[1:] or re.findall(r'\{"(\w+)", \1\}', (SOURCES / "checks.c").read_text())
+    names = sys.argv[1:]
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
-        plain = build(SOURCES / "checks.c", Path(folder) / "plain")
-        checked = build(SOURCES / "checks.c", Path(folder) / "checked", "gcc", *SANITIZERS)
-        for name in names:
+        for program in sorted({program for program, _ in checks()}):
+            build(SOURCES / program, Path(folder) / f"{program}.plain")
+            build(SOURCES / program, Path(folder) / f"{program}.checked", "gcc", *SANITIZERS)
+        for program, name in checks():
+            if names and name not in names:
+                continue
             for tls in ("shm", "tcp"):
-                runs = {"sanitizers": [str(checked), name, tls]}
-                if name not in SLOW:
-                    runs["valgrind"] = [*VALGRIND, str(plain), name, tls]
+                runs = {"sanitizers": [f"{folder}/{program}.checked", name, tls]}
+                if name not in FORKS:
+                    runs["valgrind"] = [*VALGRIND, f"{folder}/{program}.plain", name, tls]
                 for tool, command in runs.items():
                     failed += not _passes(f"{name} over {tls}, {tool}", command)
     return 1 if failed else 0

@@ -47,6 +47,15 @@ def build(source: Path, to: Path, compiler: str = "gcc", *options: str) -> Path:
     return to
 
 
+def checks() -> list[tuple[str, str]]:
+    """Programs in tests/capi and their parts: `checks.c messages`."""
+    found = []
+    for program in ("checks.c", "misuse.c"):
+        parts = re.findall(r'\{"(\w+)", \1\}', (SOURCES / program).read_text())
+        found += [(program, part) for part in parts]
+    return found
+
+
 def declarations() -> str:
     """The header without its comments."""
     return re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.DOTALL)

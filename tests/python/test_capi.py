@@ -21,6 +21,7 @@ from c_programs import (
     SOURCES,
     TARGET,
     build,
+    checks,
     declarations,
     flags,
     functions,
@@ -31,8 +32,9 @@ from c_programs import (
 import crossrail
 
 pytestmark = pytest.mark.timeout(900)  # the first builds the library
+LIBRARY = {"xrail_version", "xrail_has", "xrail_result_name", "xrail_last_error"}
+"""Functions without handles, results and waits, which checks.c has."""
 ABI = ROOT / "crates" / "capi" / "abi.txt"
-CHECKS = ("messages", "waits", "interrupts", "queues", "memory", "lists", "errors", "logs", "forks", "eintr")
 
 
 def run(*command: str | Path) -> str:
@@ -51,6 +53,11 @@ def built(programs: Path, source: Path) -> Path:
     return program if program.exists() else build(source, program)
 
 
+def test_ci_has_both_compilers() -> None:
+    if os.environ.get("CI") == "true":
+        assert (C_COMPILERS, CXX_COMPILERS) == (["gcc", "clang"], ["g++", "clang++"])
+
+
 @pytest.mark.parametrize("compiler", [*C_COMPILERS, *CXX_COMPILERS])
 def test_headers_and_programs_compile_without_a_warning(tmp_path: Path, compiler: str) -> None:
     alone = tmp_path / "alone.c"
@@ -59,12 +66,29 @@ def test_headers_and_programs_compile_without_a_warning(tmp_path: Path, compiler
         build(source, tmp_path / source.stem, compiler)
     if compiler.endswith("++"):
         build(EXAMPLES / "two_processes.cpp", tmp_path / "cpp", compiler)
+        build(SOURCES / "wrapper.cpp", tmp_path / "wrapper", compiler)
 
 
 @pytest.mark.parametrize("tls", ["shm", "tcp"])
-@pytest.mark.parametrize("name", CHECKS)
-def test_each_function_keeps_its_promises(programs: Path, name: str, tls: str) -> None:
-    assert run(built(programs, SOURCES / "checks.c"), name, tls) == "good\n"
+@pytest.mark.parametrize(("program", "name"), checks())
+def test_each_function_keeps_its_promises(programs: Path, program: str, name: str, tls: str) -> None:
+    assert run(built(programs, SOURCES / program), name, tls) == "good\n"
+
+
+def test_every_function_is_misused() -> None:
+    """The table of misuse.c has a line for each function with a result; the others are called there as well."""
+    text = (SOURCES / "misuse.c").read_text()
+    table = re.findall(r"^    X\(\w+, \w+, \w+, (xrail_\w+),", text, re.MULTILINE)
+    with_result = {name for name, (result, _) in functions().items() if result in {"XRAIL_CALL", "xrail_result"}}
+    assert sorted(table) == sorted(with_result)
+    assert {name for name in functions() if f"{name}(" not in text} - with_result <= LIBRARY
+
+
+@pytest.mark.parametrize("tls", ["shm", "tcp"])
+def test_the_wrapper_frees_and_throws(programs: Path, tls: str) -> None:
+    program = programs / "wrapper"
+    program = program if program.exists() else build(SOURCES / "wrapper.cpp", program, "g++")
+    assert run(program, tls) == "good\n"
 
 
 def as_c(rust: str) -> str:

@@ -154,13 +154,13 @@ XRAIL_CALL xrail_device_of(xrail_context *context, const void *address, uint32_t
 /* ---- worker */
 /* Listens. [W: CONFIG IO EXHAUSTED] */
 XRAIL_CALL xrail_worker_create(xrail_context *context, const xrail_worker_options *options, xrail_worker **out);
-/* Says goodbye, ends requests (CLOSED) and threads. No buffer is touched any more, unless the result is TIMEOUT: then a
+/* Disconnects all peers, ends requests (CLOSED) and threads. No buffer is touched any more, unless the result is TIMEOUT: then a
  * peer that copies by itself has not confirmed its end, and buffers of requests and regions stay in use until its process
  * has ended. [W: TIMEOUT] */
 XRAIL_CALL xrail_worker_close(xrail_worker *worker);
 /* Closes and gives the handle back; not from the log function. Other handles stay valid and answer CLOSED. [W] */
 void xrail_worker_free(xrail_worker *worker);
-/* Bytes for peers' xrail_connect. Whoever has them may connect. [N] */
+/* Bytes for peers' xrail_connect: a peer needs nothing else to connect. [N] */
 XRAIL_CALL xrail_worker_address(xrail_worker *worker, void **bytes, size_t *size);
 /* Where it listens, as "127.0.0.1:4711". PENDING: no more. [N] */
 XRAIL_CALL xrail_worker_listens(xrail_worker *worker, size_t index, char **text);
@@ -185,15 +185,17 @@ XRAIL_CALL xrail_endpoint_peer(xrail_endpoint *endpoint, char **text); /* The pe
 XRAIL_CALL xrail_endpoint_state(xrail_endpoint *endpoint);
 /* Which lanes it uses, which not, and why. [N] */
 XRAIL_CALL xrail_endpoint_explain(xrail_endpoint *endpoint, int format, char **text);
-/* Waits for what is in flight and says goodbye. TIMEOUT: closed all the same. [W: TIMEOUT] */
+/* Waits for what is in flight and disconnects. TIMEOUT: closed all the same. [W: TIMEOUT] */
 XRAIL_CALL xrail_endpoint_close(xrail_endpoint *endpoint, int64_t timeout_us);
 void xrail_endpoint_free(xrail_endpoint *endpoint); /* Gives the handle back; the connection goes on. [N] */
 /* ---- memory that peers reach */
 /* Lets peers with the key read and write it at any time from now on, until it is deregistered. [W G: EXHAUSTED] */
 XRAIL_CALL xrail_register(xrail_worker *worker, void *memory, size_t size, uint32_t device, xrail_region **out);
-/* Ends all access: after OK no peer touches the memory. REGION: it had ended before. [W: REGION] */
+/* Ends all access: after OK no peer touches the memory. TIMEOUT: after CROSSRAIL_TIMEOUT a peer may still touch it, so it
+ * must stay; call again. REGION: it had ended before. [W: TIMEOUT REGION] */
 XRAIL_CALL xrail_deregister(xrail_region *region);
-void xrail_region_free(xrail_region *region); /* Gives the handle back, and deregisters unless layouts use it. [W] */
+/* Gives the handle back, and deregisters unless layouts use it; the log has what a deregistration would return. [W] */
+void xrail_region_free(xrail_region *region);
 /* Its key, for xrail_write and xrail_read of a peer. [N] */
 XRAIL_CALL xrail_region_key(xrail_region *region, xrail_key *key);
 /* Address, regions and keys as bytes for peers. [N] */

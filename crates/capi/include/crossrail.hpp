@@ -45,17 +45,22 @@ inline bool check(xrail_result result) {
     return result == XRAIL_OK;
 }
 
-/* A time limit: a duration, default_timeout or forever. */
+/* A time limit: a duration, standard() (CROSSRAIL_TIMEOUT) or forever(). A duration below zero, as of a deadline that has
+ * passed, does not wait. */
 class timeout {
 public:
     template <class Rep, class Period>
-    timeout(std::chrono::duration<Rep, Period> limit)
-        : us_(std::chrono::duration_cast<std::chrono::microseconds>(limit).count()) {}
+    timeout(std::chrono::duration<Rep, Period> limit) : us_(microseconds(std::chrono::duration<double>(limit), limit)) {}
     std::int64_t us() const noexcept { return us_; }
     static timeout forever() noexcept { return timeout(XRAIL_FOREVER); }
     static timeout standard() noexcept { return timeout(XRAIL_DEFAULT); }
 
 private:
+    template <class Limit> static std::int64_t microseconds(std::chrono::duration<double> about, Limit limit) {
+        if (about.count() <= 0) return 0;
+        if (about.count() >= 1e9) return XRAIL_FOREVER; /* more is clamped by the library, and would overflow here */
+        return std::chrono::duration_cast<std::chrono::microseconds>(limit).count();
+    }
     explicit timeout(std::int64_t us) noexcept : us_(us) {}
     std::int64_t us_;
 };
@@ -146,6 +151,70 @@ private:
     detail::owned<xrail_context, xrail_context_free> handle_;
 };
 
+/* What another process has packed by worker::describe(). */
+class description {
+public:
+    explicit description(const std::string &packed) {
+        xrail_description *handle = nullptr;
+        check(xrail_unpack(packed.data(), packed.size(), &handle));
+        handle_.reset(handle);
+    }
+    struct region_there {
+        std::uint64_t address, size;
+        xrail_key key;
+    };
+    /* For worker::connect(). */
+    std::string address() const {
+        std::size_t size = 0;
+        const void *bytes = xrail_description_address(get(), &size);
+        return std::string(static_cast<const char *>(bytes), size);
+    }
+    std::vector<region_there> regions() const {
+        std::vector<region_there> all;
+        region_there one;
+        while (check(xrail_description_region(get(), all.size(), &one.address, &one.size, &one.key))) all.push_back(one);
+        return all;
+    }
+    xrail_description *get() const noexcept { return handle_.get(); }
+
+private:
+    detail::owned<xrail_description, xrail_description_free> handle_;
+};
+
+/* Rows of own memory (worker::rows) or of a peer's (endpoint::rows). */
+class layout {
+public:
+    explicit layout(xrail_layout *handle) noexcept : handle_(handle) {}
+    xrail_layout *get() const noexcept { return handle_.get(); }
+
+private:
+    detail::owned<xrail_layout, xrail_layout_free> handle_;
+};
+
+/* Rows paired by endpoint::prepare(). */
+class prepared {
+public:
+    explicit prepared(xrail_move *handle) noexcept : handle_(handle) {}
+    request start(const xrail_start_options *options = nullptr) const {
+        xrail_request *made = nullptr;
+        check(xrail_start(get(), options, &made));
+        return request(made);
+    }
+    std::string explain(int format = XRAIL_TEXT) const {
+        char *text = nullptr;
+        check(xrail_move_explain(get(), format, &text));
+        return detail::taken(text);
+    }
+    xrail_move *get() const noexcept { return handle_.get(); }
+
+private:
+    detail::owned<xrail_move, xrail_move_free> handle_;
+};
+
+struct notice {
+    std::string peer, data;
+};
+
 class endpoint {
 public:
     explicit endpoint(xrail_endpoint *handle) noexcept : handle_(handle) {}
@@ -171,6 +240,17 @@ public:
         xrail_request *made = nullptr;
         check(xrail_notify(get(), data, size, &made));
         return request(made);
+    }
+    layout rows(const std::vector<xrail_row> &rows, const description &there) const {
+        xrail_layout *made = nullptr;
+        check(xrail_layout_peer(get(), rows.data(), rows.size(), there.get(), &made));
+        return layout(made);
+    }
+    prepared prepare(int kind, const layout &own, const layout &there,
+                     const xrail_move_options *options = nullptr) const {
+        xrail_move *made = nullptr;
+        check(xrail_prepare(get(), kind, own.get(), there.get(), options, &made));
+        return prepared(made);
     }
     std::string peer() const {
         char *text = nullptr;
@@ -256,6 +336,34 @@ public:
         check(xrail_describe(get(), handles.data(), handles.size(), &bytes, &size));
         return detail::taken(bytes, size);
     }
+    layout rows(const std::vector<xrail_row> &rows, const std::vector<const region *> &of) const {
+        std::vector<xrail_region *> handles;
+        for (const region *one : of) handles.push_back(one->get());
+        xrail_layout *made = nullptr;
+        check(xrail_layout_own(get(), rows.data(), rows.size(), handles.data(), handles.size(), &made));
+        return layout(made);
+    }
+    /* At most `max`, oldest first; none if there are none. */
+    std::vector<notice> take_notices(std::size_t max = 64) const {
+        xrail_notice *first = nullptr;
+        std::size_t count = 0;
+        std::vector<notice> all;
+        if (!check(xrail_take_notices(get(), max, &first, &count))) return all;
+        std::unique_ptr<xrail_notice, detail::free_block> owned(first);
+        for (std::size_t at = 0; at < count; at++)
+            all.push_back({first[at].peer, std::string(static_cast<const char *>(first[at].data), first[at].size)});
+        return all;
+    }
+    /* Waits until one of them is over; its place. */
+    std::size_t wait_any(const std::vector<const request *> &requests, timeout limit = timeout::standard()) const {
+        std::vector<xrail_request *> handles;
+        for (const request *one : requests) handles.push_back(one->get());
+        std::size_t index = 0;
+        check(xrail_wait_any(handles.data(), handles.size(), limit.us(), &index));
+        return index;
+    }
+    /* Ends requests, connections and threads; later calls throw CLOSED. */
+    void close() const { check(xrail_worker_close(get())); }
     bool progress() const { return check(xrail_worker_progress(get())); }
     void wait(timeout limit = timeout::standard()) const { check(xrail_worker_wait(get(), limit.us())); }
     void interrupt() const noexcept { xrail_worker_interrupt(get()); }

@@ -65,6 +65,7 @@ pub(crate) unsafe extern "C" fn xrail_layout_own(
         let (rows, out) = unsafe { (slice(OPERATION, rows, count)?, place(OPERATION, out)?) };
         // SAFETY: by the contract.
         let regions = unsafe { self::regions(OPERATION, regions, region_count) }?;
+        owner.0.native.check(OPERATION)?;
         let place = regions.first().map_or(Place::Host, crossrail::Region::place);
         let (words, width) = words(rows);
         let native = owner.0.native.layout_at(&regions, Addresses::new(&words, width)?)?;
@@ -91,6 +92,7 @@ pub(crate) unsafe extern "C" fn xrail_layout_peer(
         endpoint::with(OPERATION, endpoint, |endpoint| {
             let (rows, out) = (slice(OPERATION, rows, count)?, place(OPERATION, out)?);
             let description = handle(OPERATION, description)?;
+            endpoint.worker.native.check(OPERATION)?;
             let (words, width) = words(rows);
             let native = endpoint.native.layout_at(&description.0, Addresses::new(&words, width)?)?;
             out.set(Box::into_raw(Box::new(Layout { native, place: Place::Host })));

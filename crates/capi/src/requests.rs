@@ -304,6 +304,7 @@ pub(crate) unsafe extern "C" fn xrail_take_finished(
         let (worker, count) = unsafe { (handle(OPERATION, worker)?, place(OPERATION, count)?) };
         // SAFETY: by the contract.
         unsafe { place(OPERATION, out) }?;
+        worker.0.check_origin(OPERATION)?;
         let mut taken = worker.0.finished.take(max);
         if taken.is_empty() && max > 0 {
             worker.0.native.progress();

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use crossrail_locks::Mutex;
-use crossrail_types::{ErrorKind, Interrupt, Result};
+use crossrail_types::{ErrorKind, Interrupt, Reason, Result};
 
 use crate::failure::{Failure, Kept, interrupted, usage};
 
@@ -81,6 +81,14 @@ impl Drop for Waiting<'_> {
 }
 
 impl Shared {
+    /// Fails in a forked child of the process that has made the worker; not for a worker that is closed.
+    pub(crate) fn check_origin(&self, operation: &str) -> std::result::Result<(), Box<Failure>> {
+        match self.native.check(operation) {
+            Err(error) if error.reason == Some(Reason::OtherProcess) => Err(error.into()),
+            _ => Ok(()),
+        }
+    }
+
     /// Runs a wait that `xrail_worker_interrupt` ends; whether it has.
     pub(crate) fn interruptible<T>(&self, wait: impl FnOnce() -> Result<T>) -> (Result<T>, bool) {
         let own = OWN.with(Arc::clone);

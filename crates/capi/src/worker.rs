@@ -83,9 +83,11 @@ pub(crate) unsafe extern "C" fn xrail_worker_create(
 /// As the header says.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_worker_close(worker: *mut Worker) -> i32 {
+    const OPERATION: &str = "worker_close";
     // SAFETY: by the contract.
     unsafe {
-        with("worker_close", worker, |worker| {
+        with(OPERATION, worker, |worker| {
+            worker.check_origin(OPERATION)?;
             worker.native.close()?;
             Ok(OK)
         })
