@@ -1,8 +1,10 @@
 /* The promises of each function of crossrail.h, between two workers of one process: `checks NAME`. */
 #define _GNU_SOURCE
 #include "pair.h"
+#include <arpa/inet.h>
 #include <signal.h>
 #include <sys/epoll.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -109,12 +111,30 @@ static void interrupts(void) {
     volatile int waits = 1;
     xrail_request *receive;
     xrail_endpoint *nobody;
+    xrail_region *region;
+    size_t which;
+    char to[32];
+    struct sockaddr_in at = {.sin_family = AF_INET, .sin_addr = {htonl(INADDR_LOOPBACK)}};
+    socklen_t size = sizeof at;
+    int silent = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
     OK(xrail_recv(b, in, sizeof in, 7, XRAIL_ALL_BITS, NULL, NULL, &receive));
     CHECK(pthread_create(&thread, NULL, interrupter, (void *)&waits) == 0);
     FAILS(XRAIL_ERROR_INTERRUPTED, xrail_wait(receive, XRAIL_FOREVER, NULL));
     FAILS(XRAIL_ERROR_INTERRUPTED, xrail_accept(b, XRAIL_FOREVER, &nobody));
     FAILS(XRAIL_ERROR_INTERRUPTED, xrail_worker_wait(b, XRAIL_FOREVER) == XRAIL_OK ? xrail_worker_wait(b, XRAIL_FOREVER)
                                                                                    : XRAIL_ERROR_INTERRUPTED);
+    FAILS(XRAIL_ERROR_INTERRUPTED, xrail_wait_any(&receive, 1, XRAIL_FOREVER, &which));
+    FAILS(XRAIL_ERROR_INTERRUPTED, xrail_finish(&receive, XRAIL_FOREVER, NULL));
+    CHECK(receive != NULL); /* it goes on */
+    OK(xrail_register(b, in, sizeof in, XRAIL_CPU, &region));
+    FAILS(XRAIL_ERROR_INTERRUPTED, xrail_imm_wait(region, 1, 1, XRAIL_FOREVER));
+    xrail_region_free(region);
+    /* A listener that never answers. */
+    CHECK(silent >= 0 && bind(silent, (struct sockaddr *)&at, size) == 0 && listen(silent, 1) == 0);
+    CHECK(getsockname(silent, (struct sockaddr *)&at, &size) == 0);
+    snprintf(to, sizeof to, "127.0.0.1:%u", ntohs(at.sin_port));
+    FAILS(XRAIL_ERROR_INTERRUPTED, xrail_connect(b, to, strlen(to), XRAIL_FOREVER, NULL, &nobody));
+    close(silent);
     waits = 0;
     CHECK(pthread_join(thread, NULL) == 0);
     FAILS(XRAIL_ERROR_TIMEOUT, xrail_wait(receive, 1000, NULL));

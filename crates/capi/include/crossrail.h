@@ -154,9 +154,9 @@ XRAIL_CALL xrail_device_of(xrail_context *context, const void *address, uint32_t
 /* ---- worker */
 /* Listens. [W: CONFIG IO EXHAUSTED] */
 XRAIL_CALL xrail_worker_create(xrail_context *context, const xrail_worker_options *options, xrail_worker **out);
-/* Disconnects all peers, ends requests (CLOSED) and threads. No buffer is touched any more, unless the result is TIMEOUT: then a
- * peer that copies by itself has not confirmed its end, and buffers of requests and regions stay in use until its process
- * has ended. [W: TIMEOUT] */
+/* Disconnects all peers, ends requests (CLOSED) and threads. No buffer is touched any more, unless the result is
+ * TIMEOUT: then a peer that copies by itself has not confirmed its end, and buffers of requests and regions stay in use
+ * until its process has ended. [W: TIMEOUT] */
 XRAIL_CALL xrail_worker_close(xrail_worker *worker);
 /* Closes and gives the handle back; not from the log function. Other handles stay valid and answer CLOSED. [W] */
 void xrail_worker_free(xrail_worker *worker);
@@ -191,8 +191,8 @@ void xrail_endpoint_free(xrail_endpoint *endpoint); /* Gives the handle back; th
 /* ---- memory that peers reach */
 /* Lets peers with the key read and write it at any time from now on, until it is deregistered. [W G: EXHAUSTED] */
 XRAIL_CALL xrail_register(xrail_worker *worker, void *memory, size_t size, uint32_t device, xrail_region **out);
-/* Ends all access: after OK no peer touches the memory. TIMEOUT: after CROSSRAIL_TIMEOUT a peer may still touch it, so it
- * must stay; call again. REGION: it had ended before. [W: TIMEOUT REGION] */
+/* Ends all access: after OK no peer touches the memory. TIMEOUT: after CROSSRAIL_TIMEOUT a peer may still touch it, so
+ * it must stay; call again. REGION: it had ended before. [W: TIMEOUT REGION] */
 XRAIL_CALL xrail_deregister(xrail_region *region);
 /* Gives the handle back, and deregisters unless layouts use it; the log has what a deregistration would return. [W] */
 void xrail_region_free(xrail_region *region);

@@ -11,6 +11,7 @@ use crossrail_locks::Mutex;
 use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::abi::{self, ADMIT, NO_BACKGROUND, NO_UNIX, Notice, OK, PENDING, read};
+use crate::apart::call_apart;
 use crate::context::Context;
 use crate::endpoint::Endpoint;
 use crate::failure::{Failure, Outcome, c_text, usage};
@@ -197,7 +198,15 @@ pub(crate) unsafe extern "C" fn xrail_connect(
         let require = unsafe { optional_text(OPERATION, options.require) }?.map(str::to_owned);
         let timeout = timeout(OPERATION, timeout_us)?;
         let options = ConnectOptions { require, timeout, ..ConnectOptions::default() };
-        let native = owner.0.wait(|| owner.0.native.connect(to, &options))?;
+        // Not started in a forked child, whose threads would meet locks of the parent's.
+        owner.0.native.check(OPERATION)?;
+        let to = to.to_vec();
+        let native = call_apart(
+            &owner.0,
+            OPERATION,
+            move |worker| worker.connect(&to, &options),
+            |unwanted| drop(unwanted.close(Some(Duration::ZERO))),
+        )?;
         out.set(Endpoint::handle(native, &owner.0));
         Ok(OK)
     })
