@@ -110,13 +110,17 @@ fn victim() -> Victim {
 }
 
 fn victim_of(rails: u16) -> Victim {
+    victim_at(rails, &door())
+}
+
+fn victim_at(rails: u16, at: &Arc<Door>) -> Victim {
     let (mut accepted, mut peer) = (Vec::new(), Vec::new());
     for id in 0..rails {
         let (a, b) = streams("127.0.0.1", "127.0.0.1");
         peer.push(a);
         accepted.push(connection(id, b));
     }
-    let mut placing = TcpPlacing::new("mallory", false, accepted, door()).expect("options");
+    let mut placing = TcpPlacing::new("mallory", false, accepted, Arc::clone(at)).expect("options");
     let mut heap = vec![0x11; 4096];
     // SAFETY: the object goes first.
     let key = unsafe { placing.expose(&Extent::host(heap.as_mut_ptr(), 4096), &Arc::default()) }.expect("a key");
@@ -223,6 +227,58 @@ fn a_peer_that_only_causes_answers_is_ended() {
     };
     assert!(matches!(&error, LaneError::Protocol(why) if why.contains("takes none")), "{error:?}");
     assert!(victim.heap.iter().all(|byte| *byte == 0x11));
+}
+
+/// Answers of an object that may be unacknowledged.
+const ANSWERS: usize = 1 << 16;
+
+/// Writes by a key that was revoked, over that rail, and takes the answers, but acknowledges none of them. `most`: of
+/// them; how many were taken when the object ended, if it has.
+fn takes_answers(victim: &mut Victim, rail: usize, most: usize) -> Option<(usize, LaneError)> {
+    let frame = [part(&victim.key, 0, 16, 1).encode().to_vec(), vec![7; 16]].concat();
+    let mut buffer = vec![0; 1 << 16];
+    let (start, mut taken) = (Instant::now(), 0);
+    victim.peer[rail].set_nonblocking(true).expect("fcntl");
+    for _ in 0..most.div_ceil(100) {
+        (&victim.peer[rail]).write_all(&frame.repeat(100)).expect("room: the object reads all");
+        let wanted = taken + 100 * 40;
+        while taken < wanted {
+            if let Err(error) = victim.placing.poll(&mut |event| panic!("{event:?}")) {
+                return Some((taken / 40, error));
+            }
+            taken += (&victim.peer[rail]).read(&mut buffer).unwrap_or(0);
+            assert!(start.elapsed() < 4 * PATIENCE, "{taken} of {wanted} bytes");
+        }
+    }
+    None
+}
+
+#[test]
+fn a_peer_that_acknowledges_no_answers_is_ended() {
+    let mut victim = victim();
+    victim.placing.revoke(&victim.key.clone());
+    let (taken, error) = takes_answers(&mut victim, 0, 2 * ANSWERS).expect("answers are kept for ever");
+    assert!(matches!(&error, LaneError::Protocol(why) if why.contains("acknowledges none of 65536")), "{error:?}");
+    assert!((ANSWERS - 200..=ANSWERS).contains(&taken), "{taken}");
+}
+
+#[test]
+fn a_peer_that_connects_again_and_again_causes_no_more_answers() {
+    let at = door();
+    let mut victim = victim_at(2, &at);
+    victim.placing.revoke(&victim.key.clone());
+    for id in 2..100 {
+        if let Some((_, error)) = takes_answers(&mut victim, 0, 4000) {
+            assert!(matches!(&error, LaneError::Protocol(why) if why.contains("acknowledges none of 65536")), "{error:?}");
+            return assert!(id > 10, "{id}");
+        }
+        // Those that it has not acknowledged wait for the next connection.
+        let (a, b) = streams("127.0.0.1", "127.0.0.1");
+        at.add(connection(id, b));
+        victim.peer[0].shutdown(Shutdown::Both).expect("connected");
+        victim.peer[0] = std::mem::replace(&mut victim.peer[1], a);
+    }
+    panic!("answers are kept for ever");
 }
 
 impl Victim {

@@ -95,7 +95,7 @@ impl Link {
             stream,
             room: Room::new(lowat),
             unsent: VecDeque::new(),
-            unacked: VecDeque::with_capacity(UNACKED_MAX),
+            unacked: VecDeque::new(),
             discards: 0,
             acked: 0,
             received: 0,
@@ -139,6 +139,11 @@ impl Link {
     /// True if it takes further frames: the kernel has accepted all earlier ones, and the peer confirms them.
     pub(crate) fn takes(&self) -> bool {
         self.room.writable && self.unsent.is_empty() && self.unacked.len() < UNACKED_MAX
+    }
+
+    /// True if it takes further frames without payload: those that another link has left are many at once.
+    pub(crate) fn takes_bare(&self) -> bool {
+        self.unsent.len() < UNSENT_MAX / 2
     }
 
     /// True if it has frames that the kernel may accept.
@@ -288,14 +293,13 @@ impl Link {
     /// anything. It may receive them twice.
     pub(crate) fn close(self, out: &mut Outgoing) -> Rest {
         let sent = self.unacked.len();
-        let mut frames: VecDeque<Frame> =
-            self.unacked.into_iter().chain(self.unsent.into_iter().map(|sending| sending.frame)).collect();
-        for frame in &mut frames {
-            if let Frame::Bare(head) = *frame
-                && head.kind.is_counted()
-            {
-                out.queue_bare(head);
-                *frame = Frame::Bare(Head::new(Kind::Ack));
+        let mut frames = Vec::new();
+        let all = self.unacked.into_iter().chain(self.unsent.into_iter().map(|sending| sending.frame));
+        for (at, frame) in all.enumerate() {
+            match frame {
+                Frame::Part { .. } => frames.push((at, frame)),
+                Frame::Bare(head) if head.kind.is_counted() => out.queue_bare(head),
+                Frame::Bare(_) => {}
             }
         }
         Rest { acked: self.acked, sent, frames }
@@ -446,9 +450,11 @@ fn target<'a>(exposed: &'a Exposed, current: &Current, len: usize) -> Option<Tar
 pub(crate) struct Rest {
     /// Frames that the peer had acknowledged.
     acked: u32,
-    /// Number of `frames` that were sent.
+    /// Number of counted frames that were sent and not acknowledged.
     sent: usize,
-    frames: VecDeque<Frame>,
+    /// The parts among them and among those that were not sent, with their place in that order. Not the answers, of which
+    /// a peer can cause any number over one connection after the other.
+    frames: Vec<(usize, Frame)>,
 }
 
 impl Rest {
@@ -457,14 +463,15 @@ impl Rest {
     ///
     /// # Errors
     /// It cannot have.
-    pub(crate) fn settle(mut self, count: u32, out: &mut Outgoing) -> Result<u64, LaneError> {
+    pub(crate) fn settle(self, count: u32, out: &mut Outgoing) -> Result<u64, LaneError> {
         let arrived = count.wrapping_sub(self.acked) as usize;
         if arrived > self.sent {
             return Err(LaneError::Protocol(format!(
                 "it received {count} frames of a connection, more than it was sent"
             )));
         }
-        self.frames.drain(..arrived).for_each(|frame| out.acknowledged(&frame));
-        Ok(out.requeue(self.frames.into_iter()))
+        let delivered = self.frames.partition_point(|(at, _)| *at < arrived);
+        self.frames[..delivered].iter().for_each(|(_, frame)| out.acknowledged(frame));
+        Ok(out.requeue(self.frames[delivered..].iter().map(|(_, frame)| *frame)))
     }
 }

@@ -314,16 +314,24 @@ impl TcpPlacing {
             return Err(self.blame(at, &why));
         };
         arriving.arrived = if sum == arriving.whole { 0 } else { sum };
-        if discarded && let Some(link) = self.rails[at].link.as_mut() {
-            let answer = Head { slot: head.slot, link: head.link, ..Head::new(Kind::Discarded) };
-            if let Err(LaneError::Protocol(why)) = link.push(Frame::Bare(answer), &self.out) {
-                return Err(self.blame(at, &why));
-            }
+        if discarded {
+            self.answer(at, head)?;
         }
         if sum == head.whole && !is_discarded {
             events(Event::Arrived(Imm::of(head.imm).0));
         }
         Ok(())
+    }
+
+    /// States over that rail that a part which arrived over it was discarded.
+    fn answer(&mut self, at: usize, head: &Head) -> Outcome<()> {
+        self.out.answer().map_err(|why| self.blame(at, &why))?;
+        let Some(link) = self.rails[at].link.as_mut() else { return Ok(()) };
+        let answer = Head { slot: head.slot, link: head.link, ..Head::new(Kind::Discarded) };
+        match link.push(Frame::Bare(answer), &self.out) {
+            Err(LaneError::Protocol(why)) => Err(self.blame(at, &why)),
+            _ => Ok(()),
+        }
     }
 
     /// The peer has closed a connection, over which it had received `head.whole` frames. It may state that twice.
@@ -495,7 +503,10 @@ impl TcpPlacing {
 
 /// Gives a connection what waits, up to `share` bytes, if it has room. `bare`: the object's own frames too.
 fn fill(link: &mut Link, out: &mut Outgoing, share: u64, bare: bool) -> Outcome<()> {
-    while bare && let Some(frame) = out.take_bare() {
+    while bare
+        && link.takes_bare()
+        && let Some(frame) = out.take_bare()
+    {
         link.push(frame, out)?;
     }
     if !out.has_work() || !link.takes() {

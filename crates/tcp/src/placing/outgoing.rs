@@ -8,6 +8,8 @@ use super::wire::{HEAD, Head, Kind, SLOTS};
 
 /// Most extents of a write.
 pub(crate) const GATHER: usize = 4;
+/// Answers that the peer has not acknowledged, over all connections. The parts that it has in flight are fewer.
+const ANSWERS_MAX: usize = 1 << 16;
 
 /// A write that has not ended.
 #[derive(Clone, Copy, Debug)]
@@ -77,6 +79,8 @@ pub(crate) struct Outgoing {
     waiting: u64,
     /// Frames of the object's own, in order, all over one link.
     bare: VecDeque<Head>,
+    /// Frames of kind [`Kind::Discarded`] that the peer has not acknowledged: here, and in links.
+    answers: usize,
     /// Ends of writes that the next poll reports.
     ended: VecDeque<(u64, Result<(), WriteError>)>,
 }
@@ -91,6 +95,7 @@ impl Outgoing {
             again: VecDeque::new(),
             waiting: 0,
             bare: VecDeque::new(),
+            answers: 0,
             ended: VecDeque::with_capacity(SLOTS),
         }
     }
@@ -125,6 +130,18 @@ impl Outgoing {
     /// Queues a frame of the object's own.
     pub(crate) fn queue_bare(&mut self, head: Head) {
         self.bare.push_back(head);
+    }
+
+    /// An answer is about to be sent: that a part was discarded.
+    ///
+    /// # Errors
+    /// The peer causes answers and acknowledges none.
+    pub(crate) fn answer(&mut self) -> Result<(), String> {
+        if self.answers >= ANSWERS_MAX {
+            return Err(format!("it acknowledges none of {ANSWERS_MAX} answers"));
+        }
+        self.answers += 1;
+        Ok(())
     }
 
     /// Bytes that wait for a link, heads of writes included.
@@ -206,6 +223,7 @@ impl Outgoing {
 
     /// The peer has acknowledged a frame.
     pub(crate) fn acknowledged(&mut self, frame: &Frame) {
+        self.answers -= usize::from(frame.is_discard()).min(self.answers);
         let Frame::Part { slot, len, .. } = frame else { return };
         let Some(entry) = self.writes.get_mut(*slot as usize) else { return };
         let Some(write) = entry else { return };
@@ -236,7 +254,7 @@ impl Outgoing {
         self.queue.clear();
         self.again.clear();
         self.bare.clear();
-        self.waiting = 0;
+        (self.waiting, self.answers) = (0, 0);
     }
 
     /// True if [`Outgoing::report`] has something.
