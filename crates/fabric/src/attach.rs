@@ -17,6 +17,9 @@ use crate::placing::FabricPlacing;
 use crate::port::{Port, queue_of};
 use crate::wire::{GREETING, INTRODUCTION, Introduction, PEER_WRITES};
 
+/// What to do when a connection is lost: keys are registrations of one device, so no other rail takes its writes.
+const ADVICE: &str = "; one-sided writes over libfabric have one rail, which is not dialled again: open the object anew at both ends";
+
 /// Joins the two ends of `stream`, which both call this, each with its own offer, and returns once a write has arrived
 /// in each direction. The stream must be authenticated; it stays open as long as the object, which ends with it. `peer` and
 /// `rail` are names for people. The caller must not drive the peer's end on the same thread.
@@ -25,7 +28,8 @@ use crate::wire::{GREETING, INTRODUCTION, Introduction, PEER_WRITES};
 /// `Timeout` at the deadline; `Unsupported` when the peer's provider is another; `Protocol` when the peer introduces
 /// itself otherwise; `Unreachable` when the provider finds no way; others as the system and libfabric report them.
 pub fn attach(stream: TcpStream, offer: &Offer, peer: &str, rail: &str, deadline: Instant) -> Result<FabricPlacing> {
-    let (placing, _) = attach_as(stream, offer, (peer, rail), deadline, |_| Ok([0; GREETING]))?;
+    let (mut placing, _) = attach_as(stream, offer, (peer, rail), deadline, |_| Ok([0; GREETING]))?;
+    placing.advice = ADVICE;
     Ok(placing)
 }
 
@@ -83,12 +87,12 @@ fn join(
     }
     // A target may have to know the initiator before its first write.
     placing.companion.send(Note::Ready);
-    until(&mut placing, deadline, "the peer did not open its endpoint in time", |_, notes| {
-        notes.contains(&Note::Ready)
+    until(&mut placing, deadline, "the peer did not open its endpoint in time", |placing| {
+        placing.companion.is_ready()
     })?;
     let (mut posted, mut joined) = (false, false);
     let late = "no write arrived from the peer in time: the provider does not connect the two devices";
-    until(&mut placing, deadline, late, |placing, notes| {
+    until(&mut placing, deadline, late, |placing| {
         if !posted {
             posted = placing.post_bare(0).unwrap_or(false);
         }
@@ -96,7 +100,7 @@ fn join(
             joined = true;
             placing.companion.send(Note::Joined);
         }
-        joined && notes.contains(&Note::Joined)
+        joined && placing.companion.has_joined()
     })?;
     Ok((placing, theirs.greeting))
 }
@@ -112,30 +116,25 @@ fn until(
     placing: &mut FabricPlacing,
     deadline: Instant,
     late: &str,
-    mut done: impl FnMut(&mut FabricPlacing, &[Note]) -> bool,
+    mut done: impl FnMut(&mut FabricPlacing) -> bool,
 ) -> Result<()> {
-    let mut notes = std::mem::take(&mut placing.notes);
     loop {
-        let moved = placing.drive(&mut |_| {}).map_err(|error| failed(&error.to_string()))?;
+        let mut moved = placing.drive(&mut |_| {}).map_err(|error| failed(&error.to_string()))?;
         if let Some(why) = placing.broken() {
             return Err(failed(why));
         }
-        if done(placing, &notes) {
-            placing.notes = notes;
+        if done(placing) {
             return Ok(());
         }
         match placing.companion.receive() {
-            Ok(Some(note)) => {
-                notes.push(note);
-                continue;
-            }
-            Ok(None) => {}
+            Ok(note) => moved |= note.is_some(),
             Err(Ended::Closed(why)) => return Err(failed(&format!("while both ends connected, {why}"))),
             Err(Ended::Down(why)) => return Err(failed(&why)),
             Err(Ended::Protocol) => {
                 return Err(Error::new(ErrorKind::Protocol, "connect", "it wrote an invalid note while connecting"));
             }
         }
+        // Also while notes arrive without end.
         if Instant::now() >= deadline {
             return Err(Error::new(ErrorKind::Timeout, "connect", late));
         }

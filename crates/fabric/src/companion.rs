@@ -3,7 +3,7 @@
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use nix::sys::socket::{setsockopt, sockopt};
@@ -56,16 +56,32 @@ impl Note {
 /// Ends an object from any thread: its driver finds the companion connection closed.
 #[derive(Clone, Debug)]
 pub struct Closer {
-    stream: Arc<TcpStream>,
-    why: Arc<OnceLock<String>>,
+    stream: Weak<TcpStream>,
+    why: Arc<OnceLock<Ended>>,
 }
 
 impl Closer {
     /// Ends it, for that reason; the first one counts.
     pub fn end(&self, why: &str) {
-        let _ = self.why.set(why.to_owned());
-        // It may be closed already.
-        let _ = self.stream.shutdown(Shutdown::Both);
+        self.shut(Ended::Closed(why.to_owned()));
+    }
+
+    /// Its network is down.
+    pub fn down(&self, why: &str) {
+        self.shut(Ended::Down(why.to_owned()));
+    }
+
+    fn shut(&self, why: Ended) {
+        let _ = self.why.set(why);
+        if let Some(stream) = self.stream.upgrade() {
+            // It may be closed already.
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+    }
+
+    /// The object has failed, or was dropped.
+    pub fn is_over(&self) -> bool {
+        self.stream.strong_count() == 0
     }
 }
 
@@ -82,9 +98,13 @@ pub(crate) enum Ended {
 
 /// See the module.
 pub(crate) struct Companion {
-    stream: Arc<TcpStream>,
-    why: Arc<OnceLock<String>>,
+    /// `None`: this end has closed it.
+    stream: Option<Arc<TcpStream>>,
+    why: Arc<OnceLock<Ended>>,
     bytes: Vec<u8>,
+    /// Notes of joining that have arrived, and the number in the peer's farewell.
+    ready: bool,
+    joined: bool,
     farewell: Option<u64>,
 }
 
@@ -100,17 +120,32 @@ impl Companion {
             .and_then(|()| setsockopt(&stream, sockopt::TcpKeepIdle, &3))
             .and_then(|()| setsockopt(&stream, sockopt::TcpKeepInterval, &2));
         set.map_err(std::io::Error::from)?;
-        Ok(Companion { stream: Arc::new(stream), why: Arc::default(), bytes: Vec::new(), farewell: None })
+        Ok(Companion {
+            stream: Some(Arc::new(stream)),
+            why: Arc::default(),
+            bytes: Vec::new(),
+            ready: false,
+            joined: false,
+            farewell: None,
+        })
     }
 
-    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
-        self.stream.as_fd()
+    pub(crate) fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.stream.as_ref().map(|stream| stream.as_fd())
     }
 
     /// Sends a note. One that has no room is lost: those that matter are repeated.
     pub(crate) fn send(&mut self, note: Note) {
         // An end is found by reading.
-        let _ = (&*self.stream).write(&note.encode());
+        let _ = self.stream.as_deref().map(|mut stream| stream.write(&note.encode()));
+    }
+
+    /// Closes the connection, by which the peer learns of the end.
+    pub(crate) fn close(&mut self) {
+        if let Some(stream) = self.stream.take() {
+            // Another thread may be about to do the same, and holds it as long.
+            let _ = stream.shutdown(Shutdown::Both);
+        }
     }
 
     /// The next note that has arrived; `Ok(None)`: none.
@@ -119,13 +154,17 @@ impl Companion {
             if let Some((bytes, _)) = self.bytes.split_first_chunk::<LEN>() {
                 let note = Note::decode(bytes).ok_or(Ended::Protocol)?;
                 self.bytes.drain(..LEN);
-                if let Note::Farewell(number) = note {
-                    self.farewell = Some(number);
+                match note {
+                    Note::Ready => self.ready = true,
+                    Note::Joined => self.joined = true,
+                    Note::Farewell(number) => self.farewell = Some(number),
+                    Note::Probe(_) | Note::Answer(_) => {}
                 }
                 return Ok(Some(note));
             }
+            let Some(mut stream) = self.stream.as_deref() else { return Err(self.closed()) };
             let mut more = [0; 8 * LEN];
-            match (&*self.stream).read(&mut more) {
+            match stream.read(&mut more) {
                 Ok(0) => return Err(self.closed()),
                 Ok(read) => self.bytes.extend(&more[..read]),
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(None),
@@ -137,17 +176,26 @@ impl Companion {
     }
 
     fn closed(&self) -> Ended {
-        let why = match (self.why.get(), self.farewell) {
-            (Some(why), _) => why,
-            (None, Some(_)) => "it has dropped its end",
-            (None, None) => "its process has ended",
+        let why = match self.farewell {
+            Some(_) => "it has dropped its end",
+            None => "its process has ended",
         };
-        Ended::Closed(why.to_owned())
+        self.why.get().cloned().unwrap_or_else(|| Ended::Closed(why.to_owned()))
     }
 
     /// Ends it from other threads.
     pub(crate) fn closer(&self) -> Closer {
-        Closer { stream: Arc::clone(&self.stream), why: Arc::clone(&self.why) }
+        Closer { stream: self.stream.as_ref().map(Arc::downgrade).unwrap_or_default(), why: Arc::clone(&self.why) }
+    }
+
+    /// The peer knows this end's endpoint.
+    pub(crate) fn is_ready(&self) -> bool {
+        self.ready
+    }
+
+    /// The peer has joined.
+    pub(crate) fn has_joined(&self) -> bool {
+        self.joined
     }
 
     /// The number in the peer's farewell, once it has arrived.
@@ -161,7 +209,8 @@ impl Companion {
         let left = deadline.saturating_duration_since(Instant::now()).min(Duration::from_millis(2));
         let timeout = PollTimeout::try_from(left).unwrap_or(PollTimeout::ZERO);
         // An error is as good as a note: the caller reads again.
-        let _ = poll(&mut [PollFd::new(self.stream.as_fd(), PollFlags::POLLIN)], timeout);
+        let mut fds: Vec<PollFd<'_>> = self.fd().map(|fd| PollFd::new(fd, PollFlags::POLLIN)).into_iter().collect();
+        let _ = poll(&mut fds, timeout);
     }
 }
 
@@ -206,6 +255,17 @@ mod tests {
         companion.closer().end("eth1 is down");
         companion.closer().end("later");
         assert_eq!(received(&mut companion), Err(Ended::Closed("eth1 is down".to_owned())));
+        let (mut companion, mut peer) = pair();
+        let closer = companion.closer();
+        assert!(!closer.is_over());
+        companion.send(Note::Farewell(3));
+        companion.close();
+        assert!(closer.is_over(), "no other thread keeps it open");
+        closer.down("later");
+        let mut bytes = Vec::new();
+        peer.read_to_end(&mut bytes).expect("closed");
+        assert_eq!(bytes, Note::Farewell(3).encode());
+        assert_eq!(received(&mut companion), Err(Ended::Down("later".to_owned())));
         let (mut companion, mut peer) = pair();
         peer.write_all(&[99; LEN]).expect("room");
         assert_eq!(received(&mut companion), Err(Ended::Protocol));

@@ -40,8 +40,10 @@ const SHORT: usize = SLOT - BEFORE;
 const PAYLOAD_MAX: usize = 64 << 20;
 /// Long payloads of one direction that were announced and have not arrived.
 const LONG: usize = 16;
-/// Time for what was sent to be handed over when a lane is dropped, and for what is on its way when the peer's was.
-const FLUSH_MAX: Duration = Duration::from_millis(200);
+/// Time for what was sent to be handed over when a lane is dropped, at most, and as long as nothing of it moves; and for
+/// what is on its way when the peer's was.
+const FLUSH_MAX: Duration = Duration::from_secs(2);
+const FLUSH_QUIET: Duration = Duration::from_millis(500);
 const DRAIN: Duration = Duration::from_millis(500);
 
 /// Counters, in the order in which both ends open them.
@@ -87,7 +89,7 @@ struct Receiving {
 
 /// A lane over libfabric. It is driven by one thread at a time, any thread, and never blocks.
 ///
-/// Dropping it hands over what was sent for up to 200 ms.
+/// Dropping it hands over what was sent, for up to 500 ms without any progress, 2 s in all.
 pub struct FabricLane {
     id: LaneId,
     name: String,
@@ -620,16 +622,17 @@ impl Lane for FabricLane {
 
 impl Drop for FabricLane {
     fn drop(&mut self) {
-        let deadline = Instant::now() + FLUSH_MAX;
+        let began = Instant::now();
+        let mut moved = began;
         // What is queued goes to the provider, which is done with it once it is on its way.
         while self.broken.is_none()
             && let Some(placing) = self.placing.as_mut()
             && !placing.has_handed_over()
-            && Instant::now() < deadline
+            && began.elapsed() < FLUSH_MAX
+            && moved.elapsed() < FLUSH_QUIET
         {
-            let mut arrived = Vec::new();
-            match placing.poll(&mut |event| arrived.push(event)) {
-                Ok(true) => {}
+            match placing.poll(&mut |_| {}) {
+                Ok(true) => moved = Instant::now(),
                 Ok(false) => std::thread::yield_now(),
                 Err(_) => break,
             }

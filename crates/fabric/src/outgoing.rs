@@ -417,6 +417,16 @@ impl Outgoing {
         self.unacknowledged > 0
     }
 
+    /// No part is left to be posted.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.queue.is_empty()
+    }
+
+    /// The write of that number has the next part.
+    pub(crate) fn is_next(&self, write: u16) -> bool {
+        self.queue.front() == Some(&write)
+    }
+
     /// A part could be posted.
     pub(crate) fn is_ready(&self) -> bool {
         !self.queue.is_empty() && self.unacknowledged < self.grant

@@ -17,10 +17,10 @@ use crate::companion::{Closer, Companion, Ended, Note};
 use crate::count::{Parts, Whole};
 use crate::exposures::Exposures;
 use crate::offer::Attributes;
-use crate::outgoing::{Cut, Outgoing, longest};
+use crate::outgoing::{Cut, Outgoing, Part, longest};
 use crate::port::{Completion, GATHER, Port, Registered};
 use crate::raw;
-use crate::ring::{Inbox, Outbox};
+use crate::ring::{Inbox, Outbox, Owed};
 use crate::slab::Slab;
 use crate::wire::{self, Frame, Remote, SLOT, SLOTS, Word};
 
@@ -34,14 +34,11 @@ const BUDGET: usize = 16 << 20;
 const READS: usize = 256;
 /// Writes from memory that the provider needs registered, but is not, are copied up to this length.
 const COPIED: usize = 4096;
-/// Time after which received writes are acknowledged, also where this end has answered them by writes of its own, which
-/// the acknowledgement would delay; and the number that does not wait.
-const OWED_FOR: Duration = Duration::from_micros(10);
-const ANSWERED_FOR: Duration = Duration::from_micros(200);
-const OWED_MAX: usize = 128;
 /// Polls between two checks of the companion connection, and between two readings of the clock while some are owed.
 const LOOK_EVERY: u32 = 64;
 const CLOCK_EVERY: u32 = 8;
+/// Notes that one check of the companion connection reads: a peer may write any number.
+const NOTES: usize = 64;
 /// Time that an error of the provider's waits for the companion connection to state the cause.
 const CAUSE_WITHIN: Duration = Duration::from_millis(100);
 /// Time without any completion after which a peer that polls is asked, and after which a write is lost.
@@ -54,6 +51,13 @@ enum Op {
     Write { write: u16, registered: [Option<Registered>; GATHER] },
     Frame { slot: usize },
     Bare,
+}
+
+/// Registrations that were made for a part which the provider had no room for: made once, however often it is posted.
+#[derive(Clone, Copy, Debug)]
+struct Held {
+    part: Part,
+    registered: [Option<Registered>; GATHER],
 }
 
 /// A write that the provider has, whose peer does not count it.
@@ -98,11 +102,9 @@ pub struct FabricPlacing {
     counters: Counters,
     seen: Seen,
     parts: Parts,
-    /// Words of writes that were counted and not acknowledged yet.
-    owed: Vec<u32>,
-    owing: Option<Instant>,
-    /// This end has posted writes since it acknowledged last.
-    answers: bool,
+    owed: Owed,
+    /// Registrations of the part that the provider takes next, and did not take yet.
+    held: Option<Held>,
     completions: Vec<Completion>,
     epoll: Option<Epoll>,
     look: bool,
@@ -120,7 +122,8 @@ pub struct FabricPlacing {
     watch: Watch,
     /// Immediates without a write that have arrived: the hello is one.
     pub(crate) credits: u32,
-    pub(crate) notes: Vec<Note>,
+    /// What to do once it has failed; empty for a lane's, which is dialled again.
+    pub(crate) advice: &'static str,
     stats: [u64; 3],
 }
 
@@ -170,9 +173,8 @@ impl FabricPlacing {
             counters: Counters::default(),
             seen: Seen::default(),
             parts: Parts::default(),
-            owed: Vec::new(),
-            owing: None,
-            answers: false,
+            owed: Owed::default(),
+            held: None,
             completions: Vec::new(),
             epoll,
             look: false,
@@ -186,7 +188,7 @@ impl FabricPlacing {
             failed: None,
             watch: Watch { moved: Instant::now(), stirred: false, asked: None, number: 0, answered: false },
             credits: 0,
-            notes: Vec::new(),
+            advice: "",
             stats: [0; 3],
         };
         Ok((placing, ours))
@@ -218,11 +220,8 @@ impl FabricPlacing {
     fn turn(&mut self, events: &mut dyn FnMut(Event)) -> Outcome<bool> {
         self.polls = self.polls.wrapping_add(1);
         let mut moved = self.drive(events)?;
-        if self.owed.len() >= OWED_MAX || (self.owing.is_some() && self.polls.is_multiple_of(CLOCK_EVERY)) {
-            let limit = if self.answers { ANSWERED_FOR } else { OWED_FOR };
-            if self.owed.len() >= OWED_MAX || self.owing.is_some_and(|since| since.elapsed() >= limit) {
-                self.acknowledge();
-            }
+        if self.owed.is_due(self.polls.is_multiple_of(CLOCK_EVERY)) {
+            self.acknowledge()?;
         }
         if self.ending.is_some() {
             return self.wind_up(moved, events);
@@ -230,7 +229,6 @@ impl FabricPlacing {
         moved |= self.post()?;
         moved |= self.report(events);
         if self.look || self.polls.is_multiple_of(LOOK_EVERY) {
-            self.look = false;
             self.read_companion(events)?;
         }
         Ok(moved)
@@ -322,7 +320,7 @@ impl FabricPlacing {
             Word::Write { imm, mark } => {
                 self.counters.check(imm).map_err(|why| self.blame(&why))?;
                 if self.seen.is_new(imm, mark) {
-                    self.owe(word);
+                    self.owed.owe(word);
                     events(Event::Arrived(imm));
                 }
                 Ok(())
@@ -341,20 +339,13 @@ impl FabricPlacing {
 
     fn whole(&mut self, slot: u16, turn: u8, whole: Option<Whole>, events: &mut dyn FnMut(Event)) -> Outcome<()> {
         let Some(Whole { imm }) = whole else { return Ok(()) };
-        self.owe(Word::Part { slot, turn, part: 0 }.encode());
+        self.owed.owe(Word::Part { slot, turn, part: 0 }.encode());
         if let Some(word) = imm {
             let (imm, _) = Imm::of(word);
             self.counters.check(imm).map_err(|why| self.blame(&why))?;
             events(Event::Arrived(imm));
         }
         Ok(())
-    }
-
-    fn owe(&mut self, word: u32) {
-        self.owed.push(word);
-        if self.owing.is_none() {
-            self.owing = Some(Instant::now());
-        }
     }
 
     fn frame(&mut self, slot: usize, events: &mut dyn FnMut(Event)) -> Outcome<()> {
@@ -386,6 +377,10 @@ impl FabricPlacing {
     }
 
     fn report(&mut self, events: &mut dyn FnMut(Event)) -> bool {
+        // The memory of a write that has ended is its owner's again.
+        if self.held.is_some_and(|held| !self.out.is_next(held.part.write)) {
+            self.let_go();
+        }
         let mut any = false;
         while let Some((token, result)) = self.out.take_ended() {
             any = true;
@@ -397,9 +392,13 @@ impl FabricPlacing {
     // ---- the companion connection, and ends
 
     fn read_companion(&mut self, events: &mut dyn FnMut(Event)) -> Outcome<()> {
-        loop {
+        self.look = true;
+        for _ in 0..NOTES {
             match self.companion.receive() {
-                Ok(None) => break,
+                Ok(None) => {
+                    self.look = false;
+                    break;
+                }
                 Ok(Some(Note::Probe(number))) => self.companion.send(Note::Answer(number)),
                 Ok(Some(Note::Answer(number))) => {
                     if self.watch.asked.is_some_and(|(asked, _)| asked == number) {
@@ -407,7 +406,7 @@ impl FabricPlacing {
                         self.watch.answered = true;
                     }
                 }
-                Ok(Some(note)) => self.notes.push(note),
+                Ok(Some(Note::Ready | Note::Joined | Note::Farewell(_))) => {}
                 Err(ended) => {
                     self.ending = Some((ended, Instant::now()));
                     return self.wind_up(true, events).map(|_| ());
@@ -472,7 +471,10 @@ impl FabricPlacing {
         let (peer, rail) = (&self.peer, &self.rail);
         Err(match ended {
             Ended::Closed(why) => LaneError::Closed(format!("{peer}: {why} ({rail})")),
-            Ended::Down(why) => LaneError::Down(format!("{peer}: the companion connection of {rail}: {why}")),
+            Ended::Down(why) => {
+                let advice = self.advice;
+                LaneError::Down(format!("{peer}: the companion connection of {rail}: {why}{advice}"))
+            }
             Ended::Protocol => self.blame("it wrote an invalid note to the companion connection"),
         })
     }
@@ -482,14 +484,16 @@ impl FabricPlacing {
     }
 
     fn down(&self, why: &str) -> LaneError {
-        LaneError::Down(format!("{}: {}: {why}", self.peer, self.rail))
+        LaneError::Down(format!("{}: {}: {why}{}", self.peer, self.rail, self.advice))
     }
 
     fn close(&mut self) {
         self.companion.send(Note::Farewell(self.lane_sent));
         // The endpoint first: then memory that is returned is written no more.
         self.port = None;
+        self.held = None;
         self.exposures = Exposures::default();
+        self.companion.close();
     }
 }
 
@@ -553,8 +557,8 @@ impl Placing for FabricPlacing {
             return false;
         }
         self.look = true;
-        self.acknowledge();
-        if self.post().is_err() {
+        // Errors are the next poll's.
+        if self.acknowledge().is_err() || self.post().is_err() {
             return false;
         }
         let idle = !self.full && self.broken.is_none() && !self.out.is_ready() && !self.outbox.is_ready();
@@ -592,7 +596,7 @@ fn is_readable(epoll: &Epoll) -> bool {
 
 fn epoll_of(companion: &Companion, fd: RawFd) -> Option<Epoll> {
     let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).ok()?;
-    epoll.add(companion.fd(), EpollEvent::new(EpollFlags::EPOLLIN, 0)).ok()?;
+    epoll.add(companion.fd()?, EpollEvent::new(EpollFlags::EPOLLIN, 0)).ok()?;
     // SAFETY: the port keeps it open, and the object keeps the port.
     let fd = unsafe { BorrowedFd::borrow_raw(fd) };
     epoll.add(fd, EpollEvent::new(EpollFlags::EPOLLIN, 1)).ok()?;

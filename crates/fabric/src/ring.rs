@@ -4,14 +4,65 @@
 //! returned the credit, in frames' own immediates.
 
 use std::collections::VecDeque;
+use std::time::{Duration, Instant};
 
-use crate::wire::{Frame, PEER_WRITES, SLOTS, credit_number, frame_number};
+use crate::wire::{ACKS, Frame, PEER_WRITES, SLOTS, credit_number, frame_number};
 
 /// Frames in a ring that were taken before the credit goes back.
 const RETURN_AT: u32 = SLOTS as u32 / 2;
 
 /// Frames that wait for a peer which asks for more.
 const WAITING_MAX: usize = 4 * PEER_WRITES;
+
+/// Time after which received writes are acknowledged, also where this end has answered them by writes of its own, which
+/// the acknowledgement would delay; and the number that does not wait.
+const OWED_FOR: Duration = Duration::from_micros(10);
+const ANSWERED_FOR: Duration = Duration::from_micros(200);
+const OWED_MAX: usize = 128;
+
+/// Words of writes that were counted and not acknowledged yet.
+#[derive(Debug, Default)]
+pub(crate) struct Owed {
+    words: Vec<u32>,
+    since: Option<Instant>,
+    /// This end has posted writes since it acknowledged last.
+    answers: bool,
+}
+
+impl Owed {
+    /// A write was counted.
+    pub(crate) fn owe(&mut self, word: u32) {
+        self.words.push(word);
+        self.since.get_or_insert_with(Instant::now);
+    }
+
+    /// This end has posted a write.
+    pub(crate) fn answered(&mut self) {
+        self.answers = true;
+    }
+
+    /// It is time to acknowledge them. `look`: whether to read the clock.
+    pub(crate) fn is_due(&self, look: bool) -> bool {
+        let limit = if self.answers { ANSWERED_FOR } else { OWED_FOR };
+        self.words.len() >= OWED_MAX || look && self.since.is_some_and(|since| since.elapsed() >= limit)
+    }
+
+    /// Queues the acknowledgements.
+    ///
+    /// # Errors
+    /// The peer writes on and takes none of them.
+    pub(crate) fn acknowledge(&mut self, outbox: &mut Outbox) -> Result<(), String> {
+        if !self.words.is_empty() {
+            outbox.room(0)?;
+        }
+        (self.since, self.answers) = (None, false);
+        while !self.words.is_empty() {
+            let count = self.words.len().min(ACKS);
+            outbox.push(Frame::Acks(self.words.drain(..count).collect()));
+        }
+        Ok(())
+    }
+}
 
 /// The sender's half.
 #[derive(Debug, Default)]
@@ -31,7 +82,8 @@ impl Outbox {
     }
 
     /// Checks that there is room for an answer. `beside`: other frames that are to be queued. Each question of a peer is
-    /// about a key of a write of its own that waits for the answer, so few can be unanswered.
+    /// about a key of a write of its own that waits for the answer, and each acknowledgement is of such a write, so few can
+    /// be unanswered.
     ///
     /// # Errors
     /// The peer asks on and takes none of the answers.
@@ -45,6 +97,11 @@ impl Outbox {
     /// Frames that can be posted are waiting.
     pub(crate) fn is_ready(&self) -> bool {
         !self.queue.is_empty() && self.has_slot()
+    }
+
+    /// Frames are queued, whether they can be posted or not.
+    pub(crate) fn is_waiting(&self) -> bool {
+        !self.queue.is_empty()
     }
 
     fn has_slot(&self) -> bool {
@@ -174,6 +231,19 @@ mod tests {
         }
         assert!(outbox.room(0).is_err_and(|why| why.contains("takes none of")));
         assert!(Outbox::default().room(WAITING_MAX).is_err(), "with those that are not queued yet");
+    }
+
+    #[test]
+    fn a_peer_that_writes_and_takes_no_acknowledgement_is_refused() {
+        let (mut owed, mut outbox) = (Owed::default(), Outbox::default());
+        assert!(!owed.is_due(true));
+        let refused = (0..).find(|word| {
+            owed.owe(*word);
+            owed.acknowledge(&mut outbox).is_err()
+        });
+        assert_eq!(refused, Some(WAITING_MAX as u32), "one frame each");
+        (0..OWED_MAX as u32).for_each(|word| owed.owe(word));
+        assert!(owed.is_due(false));
     }
 
     #[test]

@@ -15,7 +15,7 @@ uint64_t stats[STATS];
 int64_t infos_out;
 
 static const char *const STAT_NAMES[STATS] = { "posts", "refused", "repeated", "early", "out_of_order", "failed",
-    "null_errors", "lost", "forged", "short_reads", "writes", "closed_mr" };
+    "null_errors", "lost", "forged", "short_reads", "writes", "closed_mr", "registered" };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static uint64_t state, begun;
@@ -181,7 +181,8 @@ size_t hostile_report(char *to, size_t room, int ended)
 
 /* Number of events of this run: `posts`, `refused` (EAGAIN), `repeated`, `early` (completions before arrival),
  * `out_of_order`, `failed`, `null_errors`, `lost`, `forged` (writes that no registration allows), `short_reads`, `writes`
- * (bytes), `closed_mr` (writes stopped by a closed registration); and `registrations` that are open now. */
+ * (bytes), `closed_mr` (writes stopped by a closed registration), `registered` (registrations); and `registrations` that
+ * are open now. */
 uint64_t hostile_count(const char *name);
 uint64_t hostile_count(const char *name)
 {

@@ -133,7 +133,7 @@ extern struct op *ops;
 uint64_t roll(uint64_t sides); /* below sides; 0: any number */
 bool chance(uint64_t of_256);
 void violation(const char *name, const char *format, ...) __attribute__((format(printf, 2, 3)));
-enum stat { POSTS, REFUSED, REPEATED, EARLY, OUT_OF_ORDER, FAILED, NULL_ERRORS, LOST, FORGED, SHORT_READS, WRITES, CLOSED_MR, STATS };
+enum stat { POSTS, REFUSED, REPEATED, EARLY, OUT_OF_ORDER, FAILED, NULL_ERRORS, LOST, FORGED, SHORT_READS, WRITES, CLOSED_MR, REGISTERED, STATS };
 void give_up(const char *why) __attribute__((noreturn));
 extern uint64_t stats[STATS];
 extern int64_t infos_out;

@@ -86,6 +86,7 @@ static int mr_regattr(struct fid *fid, const struct fi_mr_attr *attr, uint64_t f
     made->is.mr.key = made->enabled ? key : FI_KEY_NOTAVAIL;
     made->is.mr.mem_desc = domain->mr_mode & FI_MR_LOCAL ? made : NULL;
     *mr = &made->is.mr;
+    stats[REGISTERED]++;
     leave(domain);
     return 0;
 }

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossrail_fabric::{Closer, FabricPlacing};
-use crossrail_handshake::{self as handshake, LaneName, LanePurpose};
+use crossrail_handshake::{self as handshake, LaneName, LanePurpose, share_of_descriptors};
 use crossrail_locks::Mutex;
 use crossrail_tcp::placing::{Connection, Door, TcpPlacing};
 use crossrail_topology::NetDevice;
@@ -36,6 +36,8 @@ const NUMBER_BITS: u32 = 10;
 const NUMBERS: usize = 1 << NUMBER_BITS;
 /// Number of the companion connection of an endpoint of libfabric: no other connection of the object has it.
 const COMPANION: u16 = NUMBERS as u16 - 1;
+/// Least number of descriptors that may wait for objects which this end has not asked for.
+const UNASKED_MIN: usize = 64;
 /// Interval at which an end that waits for connections checks the deadline.
 const WAIT: Duration = Duration::from_millis(100);
 
@@ -78,24 +80,57 @@ struct State {
 }
 
 struct Entry {
-    door: Arc<Door>,
+    way: Way,
     /// The connecting end: the rail of each connection, by number.
     rails: Vec<u16>,
-    /// Of an object over libfabric, and the network interface of its rail.
-    closer: Option<(Closer, Option<String>)>,
+    /// Connections that the peer has made for an object that this end has not asked for; `None`: it has.
+    waiting: Option<usize>,
+}
+
+/// How an object is reached by threads that do not drive it.
+enum Way {
+    /// Over TCP, or not known yet.
+    Door(Arc<Door>),
+    /// Over libfabric, and the network interface of its rail. No further connections are added.
+    Closer(Closer, Option<String>),
 }
 
 impl Entry {
-    fn new() -> Result<Entry> {
-        Ok(Entry { door: Arc::new(Door::new()?), rails: Vec::new(), closer: None })
+    fn new(waiting: Option<usize>) -> Result<Entry> {
+        Ok(Entry { way: Way::Door(Arc::new(Door::new()?)), rails: Vec::new(), waiting })
     }
 
     fn end(&self, why: &str) {
-        self.door.end(why);
-        if let Some((closer, _)) = &self.closer {
-            closer.end(why);
+        match &self.way {
+            Way::Door(door) => door.end(why),
+            Way::Closer(closer, _) => closer.end(why),
         }
     }
+
+    fn is_over(&self) -> bool {
+        match &self.way {
+            Way::Door(door) => door.is_closed(),
+            Way::Closer(closer, _) => closer.is_over(),
+        }
+    }
+
+    /// Its door, unless the object was dropped.
+    fn door(&self) -> Option<&Arc<Door>> {
+        match &self.way {
+            Way::Door(door) if !door.is_closed() => Some(door),
+            _ => None,
+        }
+    }
+
+    /// Descriptors that it holds without having been asked for.
+    fn unasked(&self) -> usize {
+        self.waiting.map_or(0, |connections| connections + 1)
+    }
+}
+
+fn dropped(of: Of) -> Error {
+    let detail = format!("the object {} of one-sided writes that it is for was dropped", of.index);
+    Error::new(ErrorKind::Refused, "lane", detail)
 }
 
 impl Placings {
@@ -104,38 +139,55 @@ impl Placings {
         let mut state = self.0.lock();
         let turn = state.turns.get(&(endpoint, index)).copied().unwrap_or(0);
         let of = Of { endpoint, index, turn };
-        let entry = state.doors.remove(&of).map_or_else(Entry::new, Ok)?;
-        let door = Arc::clone(&entry.door);
         let is_of = |old: &Of| (old.endpoint, old.index) == (endpoint, index);
-        state.doors.retain(|old, entry| !is_of(old) || !entry.door.is_closed());
+        state.doors.retain(|old, entry| !is_of(old) || !entry.is_over());
+        let mut entry = state.doors.remove(&of).map_or_else(|| Entry::new(None), Ok)?;
+        entry.waiting = None;
+        let door = entry.door().cloned().ok_or_else(|| dropped(of))?;
         state.doors.insert(of, entry);
         state.turns.insert((endpoint, index), turn.wrapping_add(1));
         Ok((of, door))
     }
 
-    /// The door for a connection that the peer made: of the last object of its index, or of the next.
-    fn door(&self, of: Of) -> Result<Arc<Door>> {
+    /// The door for a connection that the peer made: of the last object of its index, or of the next, which this end has
+    /// not asked for yet. `most`: descriptors that all objects of that kind may hold. A peer gets as many as are left
+    /// then, so that none takes all of them.
+    fn door(&self, of: Of, most: usize) -> Result<Arc<Door>> {
         let mut state = self.0.lock();
         let next = state.turns.get(&(of.endpoint, of.index)).copied().unwrap_or(0);
-        match state.doors.entry(of) {
-            Slot::Occupied(known) => Ok(Arc::clone(&known.get().door)),
-            Slot::Vacant(free) if of.turn == next => Ok(Arc::clone(&free.insert(Entry::new()?).door)),
-            Slot::Vacant(_) => {
-                let detail = format!("the object {} of one-sided writes that it is for was dropped", of.index);
-                Err(Error::new(ErrorKind::Refused, "lane", detail))
-            }
+        if let Some(asked) = state.doors.get(&of).filter(|entry| entry.waiting.is_none()) {
+            return asked.door().cloned().ok_or_else(|| dropped(of));
         }
+        if of.turn != next {
+            return Err(dropped(of));
+        }
+        let (mut own, mut all) = (0, 0);
+        for (one, entry) in &state.doors {
+            all += entry.unasked();
+            own += if one.endpoint == of.endpoint { entry.unasked() } else { 0 };
+        }
+        if own >= most.saturating_sub(all) {
+            let detail = format!(
+                "{own} descriptors wait for objects of one-sided writes that the peer opens and this end does not, and \
+                 {all} of all peers, of {most}"
+            );
+            return Err(Error::new(ErrorKind::Exhausted, "lane", detail));
+        }
+        let entry = match state.doors.entry(of) {
+            Slot::Occupied(known) => known.into_mut(),
+            Slot::Vacant(free) => free.insert(Entry::new(Some(0))?),
+        };
+        entry.waiting = entry.waiting.map(|connections| connections + 1);
+        entry.door().cloned().ok_or_else(|| dropped(of))
     }
 
     /// The number of one more connection over that rail, and the door. `None`: the object was dropped, or has had [`NUMBERS`].
     fn another(&self, of: Of, rail: u16) -> Option<(u16, Arc<Door>)> {
         let mut state = self.0.lock();
-        let entry = state
-            .doors
-            .get_mut(&of)
-            .filter(|entry| entry.rails.len() < usize::from(COMPANION) && !entry.door.is_closed())?;
+        let entry = state.doors.get_mut(&of).filter(|entry| entry.rails.len() < usize::from(COMPANION))?;
+        let door = entry.door().cloned()?;
         entry.rails.push(rail);
-        Some((entry.rails.len() as u16 - 1, Arc::clone(&entry.door)))
+        Some((entry.rails.len() as u16 - 1, door))
     }
 
     /// The rail of a connection that this end made.
@@ -146,11 +198,10 @@ impl Placings {
     /// A network interface is down.
     pub(super) fn interface_down(&self, interface: &str) {
         for entry in self.0.lock().doors.values() {
-            entry.door.interface_down(interface);
-            if let Some((closer, Some(over))) = &entry.closer
-                && over == interface
-            {
-                closer.end(&format!("{interface} is down"));
+            match &entry.way {
+                Way::Door(door) => door.interface_down(interface),
+                Way::Closer(closer, Some(over)) if over == interface => closer.down(&format!("{interface} is down")),
+                Way::Closer(..) => {}
             }
         }
     }
@@ -158,7 +209,8 @@ impl Placings {
     /// That object is over libfabric, and ends with its endpoint.
     fn closes(&self, of: Of, closer: Closer, interface: Option<String>) {
         match self.0.lock().doors.get_mut(&of) {
-            Some(entry) => entry.closer = Some((closer, interface)),
+            // Its door is dropped, with the connections that another peer than ours would have added.
+            Some(entry) => entry.way = Way::Closer(closer, interface),
             None => closer.end("the endpoint has ended"),
         }
     }
@@ -208,11 +260,17 @@ pub(crate) fn open(
         // It may have ended before it could end this.
         sessions.placings.end(|ended| ended == endpoint, "the endpoint has ended");
     }
-    match rails.initiator {
+    let own = Arc::clone(&door);
+    let opened = match rails.initiator {
         true if fabric::is_named(sessions.environment.settings()) => dial_companion(sessions, of, &rails, deadline),
         true => dial_all(sessions, of, rails, (door, deadline)),
         false => await_all(sessions, of, &rails.peer, (door, deadline), timeout),
+    };
+    if opened.is_err() {
+        // What the peer has added goes with it.
+        own.close();
     }
+    opened
 }
 
 /// The connecting end.
@@ -410,8 +468,13 @@ pub(super) fn arrived(
     };
     let rails = sessions.environment.rails()?;
     let known = rails.iter().find(|rail| rail.name == device);
-    sessions.placings.door(of)?.add(connection(name, device, known, stream));
+    sessions.placings.door(of, unasked_max())?.add(connection(name, device, known, stream));
     Ok(())
+}
+
+/// Descriptors that objects may hold which peers open and this end does not.
+fn unasked_max() -> usize {
+    share_of_descriptors(4).max(UNASKED_MIN)
 }
 
 /// True for a lost connection of such an object, which only [`redial`] can dial.
@@ -458,16 +521,33 @@ mod tests {
     fn connections_come_to_the_last_object_of_an_index_or_to_the_next() {
         let placings = Placings::default();
         let of = |turn| Of { endpoint: EndpointId(4), index: 2, turn };
-        let early = placings.door(of(0)).expect("the next");
-        assert_eq!(placings.door(of(1)).expect_err("two ahead").kind, ErrorKind::Refused);
+        let early = placings.door(of(0), 64).expect("the next");
+        assert_eq!(placings.door(of(1), 64).expect_err("two ahead").kind, ErrorKind::Refused);
         let (first, door) = placings.next(EndpointId(4), 2).expect("a descriptor");
         assert!(first == of(0) && Arc::ptr_eq(&door, &early));
-        assert!(placings.door(of(0)).is_ok() && placings.door(of(1)).is_ok(), "the peer may be first");
+        assert!(placings.door(of(0), 64).is_ok() && placings.door(of(1), 64).is_ok(), "the peer may be first");
         assert_eq!(placings.another(first, 9).expect("room").0, 0);
         assert_eq!((placings.another(first, 8).expect("room").0, placings.rail(first, 1)), (1, Some(8)));
         let (second, _) = placings.next(EndpointId(4), 2).expect("a descriptor");
         assert_eq!(second, of(1));
         placings.end(|endpoint| endpoint == EndpointId(4), "it has ended");
         assert!(placings.another(second, 0).is_none(), "it has ended");
+    }
+    #[test]
+    fn no_peer_takes_all_descriptors_for_objects_that_were_not_asked_for() {
+        let placings = Placings::default();
+        let of = |endpoint, index| Of { endpoint: EndpointId(endpoint), index, turn: 0 };
+        let taken = |endpoint| (0..1000).take_while(|at| placings.door(of(endpoint, at % 16), 160).is_ok()).count();
+        let first = taken(1);
+        assert!((60..=80).contains(&first), "{first} connections, and 16 doors");
+        let (second, third) = (taken(2), taken(3));
+        assert!(second >= first / 4 && third > 0 && third < second, "{first} {second} {third}");
+        assert_eq!(placings.door(of(1, 0), 160).expect_err("full").kind, ErrorKind::Exhausted);
+        // What is asked for does not count.
+        (0..16).for_each(|index| drop(placings.next(EndpointId(1), index).expect("a descriptor")));
+        assert!((0..500).all(|_| placings.door(of(1, 0), 160).is_ok()));
+        assert!(taken(2) > 0);
+        placings.end(|endpoint| endpoint == EndpointId(2), "it has ended");
+        assert!(taken(4) > second, "those that have ended make room");
     }
 }

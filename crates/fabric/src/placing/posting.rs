@@ -5,10 +5,10 @@ use std::time::Instant;
 
 use crossrail_transport::placing::{Extent, Imm};
 
-use super::{BUDGET, COPIED, FabricPlacing, Op, Outcome};
+use super::{BUDGET, COPIED, FabricPlacing, Held, Op, Outcome};
 use crate::outgoing::Part;
 use crate::port::{GATHER, Registered, Write};
-use crate::wire::{self, Frame, Remote, SLOT, SLOTS, Word};
+use crate::wire::{Remote, SLOT, SLOTS, Word};
 
 impl FabricPlacing {
     /// Posts what the provider takes. Whether it took anything.
@@ -91,44 +91,63 @@ impl FabricPlacing {
             from[0].0 = Extent { at: self.staging.address() + start as u64, len: part.len, gpu: None };
             count = 1;
         } else {
+            registered = self.registered(part)?;
             for (at, extent) in extents.iter().enumerate() {
-                from[at] = (*extent, None);
-                if !self.local && extent.gpu.is_none() {
-                    continue;
-                }
-                from[at].1 = self.containing(extent);
-                if from[at].1.is_none()
-                    && let Some(port) = self.port.as_mut()
-                {
-                    // SAFETY: valid until the write ends, as the caller of `write` guarantees; closed before that.
-                    let result = unsafe { port.register(extent, false) };
-                    let (number, _) = match result {
-                        Ok(found) => found,
-                        Err(error) => {
-                            self.forget(registered);
-                            return Err(self.down(&format!("{}: {}", error.operation, error.detail)));
-                        }
-                    };
-                    (from[at].1, registered[at]) = (Some(number), Some(number));
-                }
+                let needs = self.local || extent.gpu.is_some();
+                from[at] = (*extent, registered[at].or_else(|| self.containing(extent).filter(|_| needs)));
             }
         }
         let word = self.out.word(part);
         let op = Op::Write { write: part.write, registered };
         // SAFETY: as above.
         let posted = unsafe { self.put(&from[..count.max(1)], part.to, part.at, word, op) };
-        match posted {
-            Ok(true) => {
-                self.out.posted(part, word, &mut self.frames);
-                self.stats[2] += 1;
-                self.answers = true;
-            }
-            _ => {
-                self.out.unpost(part);
-                self.forget(registered);
-            }
+        if posted == Ok(true) {
+            self.held = None;
+            self.out.posted(part, word, &mut self.frames);
+            self.stats[2] += 1;
+            self.owed.answered();
+        } else {
+            self.out.unpost(part);
         }
         posted
+    }
+
+    /// Registrations of those extents of a part that need one of their own. They are held until the part was posted, or
+    /// its write has ended.
+    fn registered(&mut self, part: &Part) -> Outcome<[Option<Registered>; GATHER]> {
+        let mut registered = [None; GATHER];
+        match self.held.take() {
+            Some(held) if held.part == *part => registered = held.registered,
+            Some(held) => self.forget(held.registered),
+            None => {}
+        }
+        for (at, extent) in part.extents[..part.count].iter().enumerate() {
+            if (self.local || extent.gpu.is_some())
+                && registered[at].is_none()
+                && self.containing(extent).is_none()
+                && let Some(port) = self.port.as_mut()
+            {
+                // SAFETY: valid until the write ends, as the caller of `write` guarantees; closed before that.
+                match unsafe { port.register(extent, false) } {
+                    Ok((number, _)) => registered[at] = Some(number),
+                    Err(error) => {
+                        self.forget(registered);
+                        return Err(self.down(&format!("{}: {}", error.operation, error.detail)));
+                    }
+                }
+            }
+        }
+        if registered.iter().any(Option::is_some) {
+            self.held = Some(Held { part: *part, registered });
+        }
+        Ok(registered)
+    }
+
+    /// Closes the registrations that are held.
+    pub(super) fn let_go(&mut self) {
+        if let Some(held) = self.held.take() {
+            self.forget(held.registered);
+        }
     }
 
     /// A registration for reading that memory.
@@ -185,12 +204,8 @@ impl FabricPlacing {
     }
 
     /// Acknowledges what has arrived.
-    pub(super) fn acknowledge(&mut self) {
-        (self.owing, self.answers) = (None, false);
-        while !self.owed.is_empty() {
-            let count = self.owed.len().min(wire::ACKS);
-            self.outbox.push(Frame::Acks(self.owed.drain(..count).collect()));
-        }
+    pub(super) fn acknowledge(&mut self) -> Outcome<()> {
+        self.owed.acknowledge(&mut self.outbox).map_err(|why| self.blame(&why))
     }
 
     // ---- for lanes
@@ -241,8 +256,8 @@ impl FabricPlacing {
         self.failed.is_some() || self.ending.is_some()
     }
 
-    /// A provider that is done with everything posted, or nothing queued that it takes.
+    /// Nothing is queued, and the provider is done with everything posted.
     pub(crate) fn has_handed_over(&self) -> bool {
-        self.is_quiet() && !self.out.is_ready()
+        self.is_quiet() && self.out.is_empty() && !self.outbox.is_waiting()
     }
 }

@@ -113,7 +113,8 @@ impl Door {
         self.closed.load(Ordering::Acquire)
     }
 
-    pub(crate) fn close(&self) {
+    /// The object was dropped, or is none: connections are closed.
+    pub fn close(&self) {
         self.closed.store(true, Ordering::Release);
         drop(self.take());
     }
