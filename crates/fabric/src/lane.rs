@@ -43,7 +43,7 @@ const LONG: usize = 16;
 /// Time for what was sent to be handed over when a lane is dropped, at most, and as long as nothing of it moves; and for
 /// what is on its way when the peer's was.
 const FLUSH_MAX: Duration = Duration::from_secs(2);
-const FLUSH_QUIET: Duration = Duration::from_millis(500);
+const FLUSH_QUIET: Duration = Duration::from_millis(300);
 const DRAIN: Duration = Duration::from_millis(500);
 
 /// Counters, in the order in which both ends open them.
@@ -89,7 +89,7 @@ struct Receiving {
 
 /// A lane over libfabric. It is driven by one thread at a time, any thread, and never blocks.
 ///
-/// Dropping it hands over what was sent, for up to 500 ms without any progress, 2 s in all.
+/// Dropping it hands over what was sent, for up to 300 ms without any progress, 2 s in all.
 pub struct FabricLane {
     id: LaneId,
     name: String,

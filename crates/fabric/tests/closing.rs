@@ -113,7 +113,7 @@ fn a_lane_that_is_closed_hands_over_what_it_was_given() {
     const FRAMES: usize = 50;
     let _turn = turn();
     let Some(hostile) = Hostile::load() else { return };
-    hostile.begin(4, "tx=256,msg=1048576,move=20,cuts=8,early=0,linger=0,eagain=0,repeat=0,withhold=0");
+    hostile.begin(4, "tx=256,msg=1048576,move=16,cuts=2,early=0,linger=0,eagain=0,repeat=0,withhold=0");
     let offer = offer(&hostile, "efa");
     let join = |stream| {
         let ends = ("the other", "fabric/test");
