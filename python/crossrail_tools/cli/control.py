@@ -11,9 +11,9 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import crossrail
 from crossrail._native import loopback
@@ -64,10 +64,11 @@ ETCD_ATTEMPTS = 3
 """Another process may take a port between the moment it is found free and the moment etcd binds it."""
 
 
-@dataclass(frozen=True)
-class Work:
-    """What every rank measures, for each number of experts."""
+@dataclass(frozen=True, kw_only=True)
+class ControlOptions(PinnedRanks, RunOptions):
+    """`crossrail bench control`."""
 
+    placement: Placement
     op: str
     rounds: int
     experts_per_rank: list[int]
@@ -75,16 +76,8 @@ class Work:
     hidden: int
     topk: int
     dtype: Dtype
-    warmup: int = 0
-    device: Device = "cpu"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ControlOptions(PinnedRanks, RunOptions):
-    """`crossrail bench control`."""
-
-    work: Work
-    placement: Placement
+    warmup: int
+    device: Device
     store: StoreKind | None = None
     every_gpu: bool = False
     gpus: tuple[str, ...] = ()
@@ -93,7 +86,7 @@ class ControlOptions(PinnedRanks, RunOptions):
 
     def unpinned(self, ranks: int) -> bool:
         """Whether GPUs do the work."""
-        return self.work.device == "cuda"
+        return self.device == "cuda"
 
     def run(self) -> None:
         """Runs the ranks of this node; the first node shows the report. Raises Failure and the library's errors."""
@@ -128,10 +121,14 @@ def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
     every_gpu = parsed.num_processes is None
     where = placement(parser, parsed)
     parsed.warmup = int(on_gpus) if parsed.warmup is None else parsed.warmup
-    names = [one.name for one in fields(Work)]
-    work = Work(**{name: getattr(parsed, name) for name in names})
-    given = fields_of(parsed, *NODE_OPTIONS, *names)
-    return ControlOptions(work=work, placement=where, every_gpu=every_gpu and where.launch is None, **given)
+    every_gpu = every_gpu and where.launch is None
+    return ControlOptions(placement=where, every_gpu=every_gpu, **fields_of(parsed, *NODE_OPTIONS))
+
+
+def _case(options: ControlOptions) -> Control:
+    """One round of the work; the number of experts and the device are a rank's."""
+    only = None if options.op == "cycle" else options.op
+    return Control(only, 1, options.warmup, options.tokens, options.hidden, 0, options.topk, options.dtype, None)
 
 
 def _numbers(text: str) -> list[int]:
@@ -155,14 +152,14 @@ def _rows(options: ControlOptions, store: str, experts: int, rounds: Sequence[_R
     if len(samples) != options.placement.size:
         raise Failure(f"only {len(samples)} of {counted(options.placement.size, 'rank')} reported their measurements")
     like = Row("", "", 0, verified=True, experts_per_rank=experts, store=store)
-    device = options.work.device if options.work.device == "cuda" else None
+    device = options.device if options.device == "cuda" else None
     like = replace(like, ranks=len(samples), nodes=options.placement.nodes, device=device)
     return control_rows(samples, like)
 
 
 def _placed(options: ControlOptions) -> ControlOptions:
     """The options with one rank per GPU, unless another number was requested. Raises Failure."""
-    if options.work.device == "cpu":
+    if options.device == "cpu":
         return options
     where, gpus = shared_gpus(options.placement, options.context(), options.every_gpu)
     return replace(options, placement=where, gpus=gpus)
@@ -172,19 +169,20 @@ def _run(options: ControlOptions, progress: Progress) -> None:
     """Runs the ranks of this node. On the first node, their measurements as reported by rank 0 become rows."""
     context = options.context()
     where = options.placement
-    rounds = options.work.warmup + options.work.rounds
+    rounds = options.warmup + options.rounds
     cpus = options.cpus()
-    patience = 2 * context.timeout + len(options.work.experts_per_rank) * (rounds * 5 * STEP_S + COMPILING_S)
+    patience = 2 * context.timeout + len(options.experts_per_rank) * (rounds * 5 * STEP_S + COMPILING_S)
     with _rendezvous(options, context) as (store, group), Ranks() as ranks:
         print_notice(f"{counted(where.size, 'rank')}, store {store}")
-        job = {"work": asdict(options.work), "settings": options.settings()}
+        job: Message = {"case": asdict(_case(options)), "settings": options.settings()}
+        job |= {"experts_per_rank": options.experts_per_rank, "rounds": options.rounds}
         for rank in where.ranks:
             device = options.gpus[rank - where.ranks[0]] if options.gpus else None
             own = {"device": device, "cpu": cpus[where.local_index(rank)]}
             ranks.start(rank, "control", {**job, **where.member(rank, store, group), **own})
         left = set(where.ranks)
-        kind, total = store.partition("://")[0], options.work.rounds * len(options.work.experts_per_rank)
-        rounds_of: dict[int, list[_Round]] = {experts: [] for experts in options.work.experts_per_rank}
+        kind, total = store.partition("://")[0], options.rounds * len(options.experts_per_rank)
+        rounds_of: dict[int, list[_Round]] = {experts: [] for experts in options.experts_per_rank}
         with progress.task(f"control: {counted(where.size, 'rank')}", total) as tick:
             while left:
                 rank, message = ranks.next(patience)
@@ -194,7 +192,7 @@ def _run(options: ControlOptions, progress: Progress) -> None:
                     known.append(message["samples"])
                     make = functools.partial(_rows, options, kind, experts, known)
                     progress.running(make)
-                    if len(known) == options.work.rounds:
+                    if len(known) == options.rounds:
                         progress.add(make(), more=message["done"] < total)
                     tick(message["done"], total)
                 elif message["event"] == ENDED:
@@ -227,24 +225,15 @@ def _rendezvous(options: ControlOptions, context: crossrail.Context) -> Iterator
 def serve(parent: Parent, job: Message) -> None:
     """Runs one rank; rank 0 reports the measurements of all ranks. Raises the library's errors."""
     pin_to(job["cpu"])
-    work: dict[str, Any] = job["work"]
+    like = replace(Control(**job["case"]), device=job["device"])
     context = crossrail.Context(**job["settings"])
     with join(job, context) as group:
         group.barrier("all here")
         # One round after the other, so that an interrupted run has those before.
-        rounds = itertools.product(work["experts_per_rank"], range(work["rounds"]))
+        rounds = itertools.product(job["experts_per_rank"], range(job["rounds"]))
         for done, (experts, number) in enumerate(rounds, 1):
-            case = Control(
-                only=None if work["op"] == "cycle" else work["op"],
-                rounds=1,
-                warmup=work["warmup"] if number == 0 else 0,
-                tokens=work["tokens"],
-                hidden=work["hidden"],
-                experts=experts * group.size,
-                topk=min(work["topk"], experts * group.size),
-                dtype=work["dtype"],
-                device=job["device"],
-            )
+            every = experts * group.size
+            case = replace(like, experts=every, topk=min(like.topk, every), warmup=0 if number else like.warmup)
             everybody = gather(group, f"samples {done}", case.run(context, group=group._native))
             if everybody is not None:
                 parent.send("samples", experts_per_rank=experts, samples=dict(enumerate(everybody)), done=done)

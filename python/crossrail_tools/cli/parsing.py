@@ -151,6 +151,21 @@ def count(text: str) -> int:
     return number_of(text, 0)
 
 
+def seconds_up_to(most: float) -> Callable[[str], float]:
+    """The type of a duration from 0.1 to ``most`` seconds."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = 0.0
+        if not 0.1 <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to {most:g}")
+        return value
+
+    return parse
+
+
 _DEVICE = re.compile(r"cuda(?::([0-9]{1,3}))?")
 
 

@@ -44,6 +44,7 @@ from crossrail_tools.planning.tables import TOLERANCE
 from crossrail_tools.report import console, write_text
 
 from .failure import Failure, UsageFailure
+from .options import fields_of
 from .parsing import Command, Parser
 from .reporting import check_json
 
@@ -231,18 +232,8 @@ def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
         parser.error("--within says how far off the plans of --check may be; add --check FILE")
     if parsed.published and (parsed.check or parsed.calibrate):
         parser.error("--published has its own clusters: it goes with neither --check nor --calibrate")
-    return PlanOptions(
-        cluster=parsed.cluster,
-        model=parsed.model,
-        sizes=parsed.ep,
-        phases=list(PHASES) if parsed.phase == "both" else [parsed.phase],
-        send=parsed.send,
-        calibrate=parsed.calibrate,
-        check=parsed.check,
-        within=parsed.within,
-        published=parsed.published,
-        json=parsed.json,
-    )
+    phases = list(PHASES) if parsed.phase == "both" else [parsed.phase]
+    return PlanOptions(sizes=parsed.ep, phases=phases, **fields_of(parsed, "ep", "phase"))
 
 
 def percent(text: str) -> float:

@@ -7,7 +7,7 @@ import webbrowser
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from crossrail_tools.report import WriteError, check_destination, console, write_text
+from crossrail_tools.report import console, write_text
 from crossrail_tools.report.export import comma_separated, markdown, renderables
 from crossrail_tools.report.page.comparison import beside_section, comparison_section
 from crossrail_tools.report.page.document import document
@@ -15,7 +15,9 @@ from crossrail_tools.report.page.write import TooLarge, html
 from crossrail_tools.report.sources import Source, SourceError, read_sources
 
 from .failure import Failure, UsageFailure, print_notice
+from .options import fields_of
 from .parsing import Command, Parser
+from .reporting import check_json
 
 STDOUT = "-"
 
@@ -83,13 +85,8 @@ def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
     if parsed.open and parsed.html in (None, STDOUT):
         parser.error("--open needs --html FILE")
     for option, destination in given.items():
-        if destination is not None:
-            try:
-                check_destination(destination, option)
-            except WriteError as error:
-                raise UsageFailure(str(error)) from None
-    names = ("files", "html", "markdown", "csv", "title", "baseline", "open")
-    return ReportOptions(**{name: getattr(parsed, name) for name in names})
+        check_json(destination, option)
+    return ReportOptions(**fields_of(parsed))
 
 
 def read(files: list[str]) -> list[Source]:

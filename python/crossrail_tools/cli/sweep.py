@@ -16,14 +16,13 @@ from crossrail_tools.report import (
     Report,
     SchemaError,
     capture_environment,
-    check_destination,
     console,
     counted,
     write_text,
 )
 from crossrail_tools.report.sources import MOST_BYTES
 from crossrail_tools.report.sweeping import MOST_RUNS, Plan, Sweep, Trial, sweep_views
-from crossrail_tools.report.writing import WriteError, read_bounded
+from crossrail_tools.report.writing import read_bounded
 
 from .failure import ERROR, EXIT_OK, Failure, UsageFailure, print_notice
 from .launcher import refuse_launch
@@ -31,7 +30,7 @@ from .options import add_secret_file
 from .parsing import DEFAULT_PORT, Command, Parser, count, positive
 from .point_to_point.options import BenchOptions
 from .processes import Process, scratch_folder
-from .reporting import Progress, on_interrupt
+from .reporting import Progress, check_json, on_interrupt
 from .sweep_ends import BENCHES, VARIABLES, OtherEnd, listen, other_end
 
 REPEATS = 5
@@ -266,10 +265,7 @@ def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
     if parsed.json is not None:
         if parsed.json == "-":
             parser.error("--json: a sweep writes its file after each run, and needs the name of one")
-        try:
-            check_destination(parsed.json)
-        except WriteError as error:
-            raise UsageFailure(str(error)) from None
+        check_json(parsed.json)
     _check(plan)
     if parsed.connect is not None:
         _check_ends(parser, parsed)

@@ -37,8 +37,8 @@ from crossrail_tools.report.tables import HeadedTable
 from .bar import joined
 from .failure import Failure, UsageFailure, print_notice
 from .nvml import Gpus, GpuUse
-from .options import add_secret_file
-from .parsing import Command, Parser, parse_address
+from .options import add_secret_file, fields_of
+from .parsing import Command, Parser, parse_address, seconds_up_to
 from .reporting import check_json
 from .top_words import frequency, program_of
 
@@ -354,9 +354,8 @@ def add_arguments(parser: Parser) -> None:
     """Declares the options."""
     parser.add_argument("--once", action="store_true", help="print once and end, as without a terminal")
     parser.add_argument("--json", metavar="FILE", help="once, as JSON to FILE, or to stdout for `-`")
-    parser.add_argument(
-        "--interval", metavar="S", type=_interval, default=INTERVAL_S, help="seconds between two snapshots (1)"
-    )
+    interval = seconds_up_to(3600)
+    parser.add_argument("--interval", metavar="S", type=interval, help="seconds between two snapshots (1)")
     parser.add_argument("--pid", metavar="PID", type=int, help="only that process")
     parser.add_argument("--host", metavar="NAME", help="only processes of that machine")
     job = "all ranks of a job, on all its machines, through its store; NAME: only that group"
@@ -366,21 +365,10 @@ def add_arguments(parser: Parser) -> None:
     parser.set_defaults(outcome=_outcome)
 
 
-def _interval(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0.1 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 3600")
-    return seconds
-
-
 def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
     if parsed.job is None and parsed.store is not None:
         parser.error("--store needs --job")
-    names = ("once", "json", "interval", "pid", "host", "job", "store", "secret_file")
-    return TopOptions(**{name: getattr(parsed, name) for name in names})
+    return TopOptions(**fields_of(parsed))
 
 
 def verdicts(snapshot: Snapshot) -> list[dict[str, Any]]:

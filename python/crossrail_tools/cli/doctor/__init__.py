@@ -12,8 +12,8 @@ from crossrail_tools.report import console, counted, write_text
 
 from ..failure import Failure, print_notice
 from ..info import usable_info
-from ..options import add_json, add_secret_file
-from ..parsing import Command, Parser, names_of
+from ..options import add_json, add_secret_file, fields_of
+from ..parsing import Command, Parser, names_of, seconds_up_to
 from ..reporting import Progress, check_json
 from .examine import examine, within
 from .finding import Check, Machine
@@ -118,7 +118,7 @@ def add_arguments(parser: Parser) -> None:
     text = f"answer the probes of other machines at {where}, until interrupted; HOST is loopback by default"
     what.add_argument("--listen", metavar="ADDR", nargs="?", const="", help=text)
     text = f"duration of each load of a rail ({SECONDS:g})"
-    what.add_argument("--seconds", metavar="S", type=_seconds, help=text)
+    what.add_argument("--seconds", metavar="S", type=seconds_up_to(MOST_SECONDS), help=text)
     store = "also the store at URL (CROSSRAIL_STORE)"
     what.add_argument("--store", metavar="URL", nargs="?", const="", help=store)
     what.add_argument("--nccl", action="store_true", help="also Crossrail as NCCL's network")
@@ -134,16 +134,6 @@ def add_arguments(parser: Parser) -> None:
     parser.set_defaults(outcome=_outcome)
 
 
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.1 <= value <= MOST_SECONDS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to {MOST_SECONDS:g}")
-    return value
-
-
 def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
     alone = ("peer", "only", "store", "nccl", "launcher", "seconds", "json")
     given = any(getattr(parsed, name) for name in alone) or parsed.fabric is not None
@@ -151,18 +141,7 @@ def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
         parser.error("--listen answers other machines and tests nothing itself: give the other options there")
     if parsed.seconds is not None and parsed.peer is None:
         parser.error("--seconds is for the loads of --peer, which is not given")
-    options = DoctorOptions(
-        peer=parsed.peer,
-        listen=parsed.listen,
-        seconds=parsed.seconds or SECONDS,
-        only=parsed.only,
-        store=parsed.store,
-        nccl=parsed.nccl,
-        fabric=parsed.fabric,
-        launcher=parsed.launcher,
-        secret_file=parsed.secret_file,
-        json=parsed.json,
-    )
+    options = DoctorOptions(**fields_of(parsed))
     for check in CHECKS:
         if check.group in OPTIONAL and check.group not in options.asked:
             for name in {check.id, check.group}.intersection(parsed.only or ()):
