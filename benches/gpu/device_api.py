@@ -45,7 +45,7 @@ def device_api(effort: Effort, found: ScenarioResults) -> None:
 
 
 def packed() -> Path | None:
-    """The folder that `pack_nccl_ep.py` packed, where the pack's wheel was installed."""
+    """The folder that `pack.py` packed, where the pack's wheel was installed."""
     places = [Path(entry) / FOLDER for entry in sys.path]
     return next((place for place in places if (place / "home").is_dir()), None)
 

@@ -57,7 +57,7 @@ def normal(effort: Effort, found: ScenarioResults) -> None:
 
 
 def folder_of_v2() -> Path | None:
-    """What `pack_deepep_v2.py` packed, where the pack's wheel was installed."""
+    """What `pack.py` packed, where the pack's wheel was installed."""
     places = [Path(entry) / V2 for entry in sys.path]
     return next((place for place in places if (place / "deep_ep").is_dir()), None)
 

@@ -17,18 +17,10 @@ bin=${BIN:-.venv/bin}
 # As `make test`: checks stay in. What is measured, and the wheel, are built as they are released.
 export CARGO_PROFILE_TEST_OPT_LEVEL=1
 export MATURIN_NO_MISSING_BUILD_BACKEND_WARNING=1
-nixl=
-deepep=
-deepep_v2=
-nccl_ep=
-engines=
+peers=()
 for option in "$@"; do
     case $option in
-        --nixl) nixl=yes ;;
-        --deepep) deepep=yes ;;
-        --deepep-v2) deepep_v2=yes ;;
-        --nccl-ep) nccl_ep=yes ;;
-        --engines) engines=yes ;;
+        --nixl | --deepep | --deepep-v2 | --nccl-ep | --engines) peers+=("${option#--}") ;;
         *) echo "pack.sh: unknown option $option; there are --nixl, --deepep, --deepep-v2, --nccl-ep and --engines" >&2; exit 2 ;;
     esac
 done
@@ -64,27 +56,10 @@ cargo test --quiet --locked --workspace --exclude crossrail-python --test 'gpu*'
 say "examples"
 cargo build --quiet --locked --release --package crossrail-kernels --package crossrail-emulator --package 'crossrail-cuda*' --examples \
     --message-format json | keep "$pack/examples"
-if [[ -n $nixl ]]; then
-    say "NIXL"
-    "$bin/python" benches/gpu/pack_nixl.py "$pack/nixl.tar.xz"
-fi
-
-if [[ -n $deepep ]]; then
-    say "DeepEP"
-    "$bin/python" benches/gpu/pack_deepep.py "$pack/deepep.tar.xz"
-fi
-if [[ -n $deepep_v2 ]]; then
-    say "DeepEP V2"
-    "$bin/python" benches/gpu/pack_deepep_v2.py "$pack/deepep-v2.tar.xz"
-fi
-if [[ -n $nccl_ep ]]; then
-    say "NCCL EP"
-    "$bin/python" benches/gpu/pack_nccl_ep.py "$pack/nccl-ep.tar.xz"
-fi
-if [[ -n $engines ]]; then
-    say "engines"
-    "$bin/python" benches/gpu/pack_engines.py "$pack/engines.tar.xz"
-fi
+for peer in ${peers[@]+"${peers[@]}"}; do
+    say "$peer"
+    "$bin/python" benches/gpu/pack.py "$peer" "$pack/$peer.tar.xz"
+done
 
 commit=$(git rev-parse HEAD)
 git diff --quiet HEAD -- || commit+=+

@@ -23,7 +23,7 @@ import experts  # noqa: E402
 import goals  # noqa: E402
 import hosts  # noqa: E402
 import normal  # noqa: E402
-import pack_deepep_v2  # noqa: E402
+import pack  # noqa: E402
 
 from harness import Effort, Outcome  # noqa: E402
 
@@ -284,7 +284,7 @@ def test_a_packed_library_keeps_the_kernels_of_one_architecture() -> None:
         made = b"".join(
             struct.pack("<IIQ", 2, 32, len(code)) + bytes(12) + struct.pack("<I", of) + code for of, code in entries
         )
-        return struct.pack("<IHHQ", pack_deepep_v2.CONTAINER, 1, 16, len(made)) + made
+        return struct.pack("<IHHQ", pack.CONTAINER, 1, 16, len(made)) + made
 
     code = container((80, b"a" * 16), (90, b"b" * 16)) + bytes(8) + container((90, b"c" * 8))
     names = b"\0.nv_fatbin\0__nv_relfatbin\0.shstrtab\0"
@@ -298,5 +298,5 @@ def test_a_packed_library_keeps_the_kernels_of_one_architecture() -> None:
     struct.pack_into("<HHH", elf, 0x3A, 64, len(parts), 2)
     library = elf + b"".join(data for _, data in parts) + b"".join(headers)
     slim = bytearray(library)
-    pack_deepep_v2.keep_one(slim, 90)
+    pack.keep_one(slim, 90)
     assert slim == library.replace(b"a" * 16, bytes(16)).replace(b"d" * 16, bytes(16))
