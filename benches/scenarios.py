@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import checksums
 import groups
 import instructions
 import messages
@@ -21,6 +22,7 @@ SCENARIOS = (
     Scenario("tcp-latency", "TCP over loopback, 8 B latency against UCX", "<= 1 x ucx", messages.tcp_latency),
     Scenario("ucx-tcp", "a lane over UCX's tcp against UCX", "<= 1.15, >= 0.95 x ucx", messages.ucx_tcp),
     Scenario("ucx-memory", "a lane over UCX's posix, sysv, cma", "<= 1.15, >= 0.95 x ucx", messages.ucx_memory),
+    Scenario("checksums", "a lane over TCP with checksums, beside one without", "shown", checksums.cost),
     Scenario("pairs", "eight pairs of processes at once, against one pair", ">= 0.9 x one pair", messages.pairs),
     Scenario("rails-equal", "four equal rails against four iperf3 at once", ">= 0.95 x iperf3", rails.equal),
     Scenario("rails-uneven", "rails of 2, 2, 1, 0.5 Gbit/s", ">= 0.93 x their sum", rails.uneven),
