@@ -30,19 +30,10 @@ from test_cli_store import store
 import crossrail
 from crossrail._native import read_pages
 from crossrail_tools.cli import main
-from crossrail_tools.cli.top import (
-    ERRORS,
-    STORE_S,
-    Process,
-    Snapshot,
-    TopOptions,
-    _Keyboard,
-    as_json,
-    rates_between,
-    rendered,
-    verdicts,
-)
-from crossrail_tools.cli.top_words import frequency, program_of
+from crossrail_tools.cli.top import STORE_S, TopOptions
+from crossrail_tools.cli.top.screen import Keyboard
+from crossrail_tools.cli.top.snapshot import Process, Snapshot, as_json, rates_between, verdicts
+from crossrail_tools.cli.top.tables import ERRORS, frequency, program_of, rendered
 from crossrail_tools.report import console
 
 ROW_BYTES = 512
@@ -487,7 +478,7 @@ def test_what_does_not_fit_is_counted_and_scrolled_and_q_ends(tmp_path: Path) ->
 def test_keys_are_told_apart_however_reads_split_them() -> None:
     """One read may bring several keys, or a part of one: of an escape sequence, or of a character."""
     out, into = os.pipe()
-    keyboard = _Keyboard(out)
+    keyboard = Keyboard(out)
 
     def names(*pieces: bytes) -> list[str]:
         found: list[str] = []

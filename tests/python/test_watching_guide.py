@@ -95,7 +95,7 @@ def test_metrics_and_settings_of_the_page_exist() -> None:
 
 
 def test_what_the_page_names_exists() -> None:
-    sources = "".join((ROOT / "python" / "crossrail_tools" / "cli" / "top.py").read_text().split("\n"))
+    sources = "".join(path.read_text() for path in (ROOT / "python" / "crossrail_tools" / "cli" / "top").glob("*.py"))
     for state in ("has not entered", "does not answer", "has not joined, or has ended", "waits itself"):
         assert state in PAGE and state in sources
     for column in ("stalls", "resent segments", "lost", "masked", "oldest waits"):
