@@ -1,4 +1,4 @@
-"""What CROSSRAIL_CHECKSUM=crc costs a lane over TCP: the figures behind docs/design/trust.md.
+"""The cost of CROSSRAIL_CHECKSUM=crc for a lane over TCP: the figures of docs/design/trust.md.
 
 Two processes move 8 bytes to and fro, and 64 MiB, over one lane of loopback (crates/tcp/examples/raw_lane.rs), with
 checksums and without by turns.
@@ -21,7 +21,7 @@ FIGURES = (
     (r": sender (\d+) ms of CPU per GB", "64 MiB, processor time of the sender", "ms per GB", False),
     (r": receiver (\d+) ms of CPU per GB", "64 MiB, processor time of the receiver", "ms per GB", False),
 )
-"""What a turn prints, what it is, its unit, and whether more is better."""
+"""The pattern of each printed figure, its work and unit; True: a larger one is better."""
 
 
 def cost(effort: Effort, found: Results) -> None:

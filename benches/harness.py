@@ -51,7 +51,7 @@ class Scenario:
 
 
 class Results:
-    """What a scenario has found: lines of the table, our reports, and what else goes into its file."""
+    """The results of a scenario: lines of the table, our reports, and further fields of its file."""
 
     def __init__(self, scratch: Path) -> None:
         self.scratch = scratch
@@ -70,11 +70,11 @@ class Results:
 
     @property
     def failed(self) -> bool:
-        """Whether a figure is missing."""
+        """True if a figure is missing."""
         return any(outcome.failed for outcome in self.outcomes)
 
     def attempt(self, work: str, to_reach: str, run: Callable[[], None]) -> None:
-        """Runs a scenario; one that does not come to its end becomes a line that says why."""
+        """Runs a scenario; a failure becomes a line with the reason."""
         try:
             run()
         except Exception as error:
@@ -105,7 +105,7 @@ def bench(scratch: Path, *options: str, settings: Mapping[str, str] | None = Non
 
 
 def output(name: str, command: Sequence[str | Path], limit_s: float = COMMAND_LIMIT_S, **more: Any) -> str:
-    """What a program prints. Raises RuntimeError with its own words when it fails."""
+    """The output of a program. Raises RuntimeError with its error output if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False, **more)
     if done.returncode != 0:
         raise RuntimeError(f"{name}: {done.stderr.strip()[-2000:]}")

@@ -90,7 +90,7 @@ def _pairs_at_once(transport: str, count: int, seconds: float) -> dict[str, Any]
 
 
 def _said(script: str, *options: str) -> dict[str, Any]:
-    """What a script of this folder prints."""
+    """The JSON that a script of this folder prints."""
     said: dict[str, Any] = json.loads(output(script, [sys.executable, Path(__file__).parent / script, *options]))
     return said
 

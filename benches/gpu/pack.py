@@ -1,8 +1,8 @@
-"""Fetches a peer for the GPU machine's Python, and packs what is needed of it.
+"""Fetches a peer for the GPU machine's Python, and packs the parts that are needed.
 
 python benches/gpu/pack.py nixl .gpu/nixl.tar.xz
 
-nixl: a quarter of NIXL's wheel, what its UCX backend needs, without file and object storage. deepep: DeepEP V1, which
+nixl: a quarter of NIXL's wheel, for its UCX backend, without file and object storage. deepep: DeepEP V1, which
 needs PyTorch and nothing else. deepep-v2: DeepEP V2 and the NCCL that it needs, which is newer than PyTorch's, in a
 folder for the path of this peer alone: its `deep_ep` is also the name of V1's. nccl-ep: NCCL EP, in `site` of its
 folder for the path of Python, and `home` with the NCCL whose headers its kernels are compiled with; libraries for CUDA
@@ -64,7 +64,7 @@ Packed = Iterable[tuple[Path, Path | str]]
 
 
 def nixl(scratch: Path) -> Packed:
-    """What NIXL's UCX backend needs."""
+    """The files that NIXL's UCX backend needs."""
     root = unpacked(scratch / "nixl", NIXL)
     return [(path, path.relative_to(root)) for path in needed(root)]
 
@@ -95,7 +95,7 @@ def nccl_ep(scratch: Path) -> Packed:
 
 
 def engines(_: Path) -> Packed:
-    """What GPU tests import of the engines' published packages."""
+    """The modules of the engines' published packages that GPU tests import."""
     sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "engines"))
     from ends_of_engines import EXPERTS, HERE, site_of
 

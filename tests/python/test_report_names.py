@@ -1,4 +1,4 @@
-"""What `crossrail_tools.report` offers is imported on first use, and all of it is there."""
+"""Names of `crossrail_tools.report` are imported on first use, and all of them exist."""
 
 from __future__ import annotations
 

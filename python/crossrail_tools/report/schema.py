@@ -350,7 +350,7 @@ class Report:
 
 
 UNKNOWN = Environment("", "", "", "", "", 0, [], None, 0.0, [], "", "", None, {})
-"""The environment of rows whose file does not say where they were measured."""
+"""The environment of rows whose file has none."""
 
 
 def as_plain(value: Any) -> Any:

@@ -91,12 +91,12 @@ class Facts:
 
     @property
     def direct(self) -> bool:
-        """Whether the data was copied from memory to memory once."""
+        """True if the data was copied from memory to memory once."""
         return self.protocol.startswith("direct")
 
     @property
     def staged(self) -> bool:
-        """Whether the data was staged in bounce memory."""
+        """True if the data was staged in bounce memory."""
         return self.row.device is not None and not self.direct
 
 
@@ -112,7 +112,7 @@ def judge(facts: Facts) -> VerdictLine:
 
 
 def is_void(rate: float, ceiling: float | None) -> bool:
-    """Whether a rate of the same run, which should be a ceiling of ``rate``, was clearly below it."""
+    """True if a rate of the same run, which should be a ceiling of ``rate``, was clearly below it."""
     return ceiling is not None and rate > BEYOND * ceiling
 
 
@@ -149,7 +149,7 @@ def _held(facts: Facts, stage: str, otherwise_us: float) -> float:
 
 
 def _leads(facts: Facts, stage: str) -> bool:
-    """Whether the stage was the slowest for more of the time than any other."""
+    """True if the stage was the slowest for more of the time than any other."""
     shares = facts.stages.slowest
     return bool(shares) and max(shares, key=lambda one: shares[one]) == stage
 

@@ -1,4 +1,4 @@
-"""What processes do at one moment: their pages, the rates between two moments, and who keeps others waiting."""
+"""Pages of processes at one moment, the rates between two moments, and ranks that keep others waiting."""
 
 from __future__ import annotations
 
