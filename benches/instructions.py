@@ -46,6 +46,7 @@ TOLERANCE = 0.02
 IDLE_TOLERANCE = 0.03
 C_TOLERANCE = 0.03
 ENDPOINTS = 1000
+ROWS, ROW = 10_000, 64
 REPEATS = 2
 INSTRUCTIONS = Figures(lambda count: f"{count:,.0f} instructions", digits=3)
 LIMIT_S = 300.0
@@ -57,15 +58,40 @@ def count(program: Path, transport: str, pages: str = "off") -> float:
     return (many - few) / (MANY - FEW)
 
 
-def count_from_c(folder: Path) -> float:
-    """Instructions of the same round trip over shared memory by a program in C, with the library as it is released."""
-    build_script = [sys.executable, str(ROOT / "packaging" / "c_library.py"), "--prefix", str(folder)]
-    subprocess.run(build_script, check=True)
-    program, lib = folder / "cost", folder / "lib"
-    compiler = ["cc", "-std=c11", "-O2", "-pthread", f"-I{folder / 'include'}", str(ROOT / "tests" / "capi" / "cost.c")]
+def from_c(folder: Path, name: str) -> Path:
+    """A program of tests/capi with the C library as it is released, which is installed in ``folder``."""
+    if not (folder / "lib").exists():
+        build_script = [sys.executable, str(ROOT / "packaging" / "c_library.py"), "--prefix", str(folder)]
+        subprocess.run(build_script, check=True)
+    program, lib, source = folder / name, folder / "lib", ROOT / "tests" / "capi" / f"{name}.c"
+    compiler = ["cc", "-std=c11", "-O2", "-pthread", f"-I{folder / 'include'}", str(source)]
     subprocess.run([*compiler, "-o", str(program), f"-L{lib}", f"-Wl,-rpath,{lib}", "-lcrossrail"], check=True)
-    many, few = (_within(program, [str(trips)], "rounds*", "off") for trips in (MANY, FEW))
+    return program
+
+
+def count_from_c(folder: Path) -> float:
+    """Instructions of the same round trip over shared memory by a program in C."""
+    program = from_c(folder, "cost")
+    many, few = (_within(program, [str(trips)], ["rounds*"], "off") for trips in (MANY, FEW))
     return (many - few) / (MANY - FEW)
+
+
+def count_rows(program: Path) -> int:
+    """Instructions of listing ``ROWS`` rows at both ends and preparing a write and a read of them, by `rows`."""
+    return _within(program, ["shm", "plain", str(ROWS), str(ROW), "1"], ["rows::listed*", "rows::prepared*"], "off")
+
+
+def count_rows_from_c(folder: Path, program: Path) -> int:
+    """Instructions of that by a program in C, whose rows are those of a server of ``program``."""
+    client = from_c(folder, "rows")
+    command = [str(program), "serve", "shm", "plain", str(ROWS * ROW)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            described = server.stdout.readline().strip()
+            return _within(client, [described, str(ROWS), str(ROW), "1"], ["listed", "prepared"], "off")
+        finally:
+            server.kill()
 
 
 def count_beside(program: Path, transport: str, size: int, idle: int) -> float:
@@ -87,15 +113,15 @@ def count_crowded(program: Path, transport: str, size: int, alone: float) -> flo
 
 def _within_rounds(program: Path, arguments: list[str], pages: str = "off") -> int:
     """Instructions within the function that runs the round trips, on its thread."""
-    return _within(program, arguments, "hotpath::rounds*", pages)
+    return _within(program, arguments, ["hotpath::rounds*"], pages)
 
 
-def _within(program: Path, arguments: list[str], function: str, pages: str) -> int:
+def _within(program: Path, arguments: list[str], functions: list[str], pages: str) -> int:
     command = [_valgrind(), "--tool=callgrind", "--callgrind-out-file=/dev/null", "--collect-atstart=no"]
-    command += [f"--toggle-collect={function}", str(program), *arguments]
+    command += [*(f"--toggle-collect={function}" for function in functions), str(program), *arguments]
     counted = _collected(command, {"CROSSRAIL_PAGES": pages} if pages else {})
     if counted < FEW:
-        raise RuntimeError(f"callgrind found no function {function} in {program}")
+        raise RuntimeError(f"callgrind found no function {' or '.join(functions)} in {program}")
     return counted
 
 
@@ -144,9 +170,8 @@ def count_all(_: Effort, found: Results) -> None:
         work = f"{transport}, 8 B round trip, with the page of top"
         found.outcomes.append(_beside(work, figure, data[FIGURES][transport], TOLERANCE, "without it"))
     with tempfile.TemporaryDirectory() as folder:
-        data[FROM_C] = {"shm": count_from_c(Path(folder))}
-    work = "shm, 8 B round trip, from C"
-    found.outcomes.append(_beside(work, data[FROM_C]["shm"], data[FIGURES]["shm"], C_TOLERANCE, "Rust's"))
+        data[FROM_C], beside = compared_with_c(Path(folder), data[FIGURES]["shm"])
+    found.outcomes += beside
     data[CROWDED] = {}
     for transport in ("shm", "tcp"):
         for size in (8, 64 << 10):
@@ -155,6 +180,16 @@ def count_all(_: Effort, found: Results) -> None:
             data[CROWDED][f"{transport}, {format_size(size)}"] = {"0": alone, str(ENDPOINTS): crowded}
             work = f"{transport}, {format_size(size)} round trip beside {ENDPOINTS:,} idle endpoints"
             found.outcomes.append(_beside(work, crowded, alone, IDLE_TOLERANCE, "without them"))
+
+
+def compared_with_c(folder: Path, round_trip: float) -> tuple[dict[str, float], list[Outcome]]:
+    """Instructions of a round trip and of preparing rows, in C and in Rust; ``round_trip`` is Rust's."""
+    program = build("crossrail", "rows")
+    rust = {"shm": round_trip, "rows": float(count_rows(program))}
+    from_c = {"shm": count_from_c(folder), "rows": float(count_rows_from_c(folder, program))}
+    works = {"shm": "shm, 8 B round trip, from C", "rows": f"{ROWS:,} rows listed and prepared, from C"}
+    outcomes = [_beside(works[name], from_c[name], rust[name], C_TOLERANCE, "Rust's") for name in works]
+    return from_c, outcomes
 
 
 def _beside(work: str, figure: float, other: float, tolerance: float, what: str) -> Outcome:

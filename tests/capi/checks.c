@@ -125,7 +125,7 @@ static void interrupts(void) {
                                                                                    : XRAIL_ERROR_INTERRUPTED);
     FAILS(XRAIL_ERROR_INTERRUPTED, xrail_wait_any(&receive, 1, XRAIL_FOREVER, &which));
     FAILS(XRAIL_ERROR_INTERRUPTED, xrail_finish(&receive, XRAIL_FOREVER, NULL));
-    CHECK(receive != NULL); /* it goes on */
+    CHECK(receive != NULL); /* still in flight */
     OK(xrail_register(b, in, sizeof in, XRAIL_CPU, &region));
     FAILS(XRAIL_ERROR_INTERRUPTED, xrail_imm_wait(region, 1, 1, XRAIL_FOREVER));
     xrail_region_free(region);

@@ -1,4 +1,4 @@
-/* What each function of crossrail.h answers where it must fail: without a place for its result, after its worker was
+/* Failures of every function of crossrail.h: without a place for its result, after its worker was
  * closed, in a forked child, with structs of other sizes; and when many threads use one worker: `misuse NAME`.
  *
  * CALLS has a line for every function that returns a result: the call, then its results without places, after
@@ -13,10 +13,10 @@ enum {
     GOOD = XRAIL_OK, PENDING = XRAIL_PENDING,
     NONE = 1000, /* has no place for a result */
     GPU = 1001,  /* depends on whether there is one */
-    UNKNOWN = 1002 /* USAGE: the address is none of this process's */
+    UNKNOWN = 1002 /* USAGE: not an address of this process */
 };
 
-/* What the calls use: handles of `a`, and of what peers gave it. */
+/* Handles that the calls use: of `a`, and of its peer's memory. */
 static unsigned char memory[4096], there[4096];
 static char inbox[8];
 static xrail_region *own, *theirs, *spare;
@@ -29,7 +29,7 @@ static void *packed;
 static size_t packed_size;
 static xrail_row row_here, row_there;
 
-/* Where the calls leave their results, and whether they are given the place. */
+/* Results of the calls, and whether these get places for them. */
 static struct {
     void *bytes;
     char *text;

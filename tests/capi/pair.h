@@ -1,4 +1,4 @@
-/* Two workers of one process, connected, and what checks of them say when they fail. */
+/* Two connected workers of one process, and macros for checks of them. */
 #ifndef PAIR_H
 #define PAIR_H
 #include <crossrail.h>

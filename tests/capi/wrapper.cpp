@@ -38,7 +38,7 @@ void limits() {
     using namespace std::chrono_literals;
     using crossrail::timeout;
     CHECK(timeout(3ms).us() == 3000 && timeout(0s).us() == 0);
-    CHECK(timeout(-1us).us() == 0 && timeout(-5h).us() == 0); // a deadline that has passed is no default
+    CHECK(timeout(-1us).us() == 0 && timeout(-5h).us() == 0); // a passed deadline is not the default
     CHECK(timeout(std::chrono::hours::max()).us() == XRAIL_FOREVER);
     CHECK(timeout(std::chrono::duration<double>(0.25)).us() == 250000);
     CHECK(timeout::standard().us() == XRAIL_DEFAULT && timeout::forever().us() == XRAIL_FOREVER);

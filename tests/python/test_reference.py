@@ -145,7 +145,7 @@ def test_the_site_has_every_public_object() -> None:
 
 
 def test_every_page_is_in_the_contents_of_the_site() -> None:
-    """One that is in none ends `make site` with an error, which nobody sees who only runs the tests."""
+    """A page that is in none ends `make site` with an error, and that is not part of the tests."""
     listed: set[Path] = set()
     for page in SITE.rglob("*.md"):
         for tree in re.findall(

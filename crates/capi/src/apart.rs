@@ -10,7 +10,7 @@ use crate::failure::{Failure, interrupted};
 use crate::guard::panic_text;
 use crate::shared::Shared;
 
-/// Where a call's result is left for whoever waits for it.
+/// The result of a call on its way to the caller.
 struct Slot<T> {
     state: Mutex<State<T>>,
     changed: Condvar,
@@ -23,7 +23,7 @@ enum State<T> {
     Abandoned,
 }
 
-/// Runs `call` on a thread of its own and waits for it; `xrail_worker_interrupt` ends the wait. The call then goes on to
+/// Runs `call` on a thread of its own and waits for it; `xrail_worker_interrupt` ends the wait. The call then continues to
 /// its own limit, and `unwanted` gets what it results in.
 pub(crate) fn call_apart<T: Send + 'static>(
     worker: &Arc<Shared>,

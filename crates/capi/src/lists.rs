@@ -32,14 +32,11 @@ pub(crate) struct Move {
     place: Place,
 }
 
-/// Rows as the engine reads them: three words each if each is one, else five.
-fn words(rows: &[Row]) -> (Vec<u64>, usize) {
-    let width = if rows.iter().all(|row| row.count <= 1) { 3 } else { 5 };
-    let mut words = Vec::with_capacity(rows.len() * width);
-    for row in rows {
-        words.extend_from_slice(&[row.address, row.size, 0, row.stride, row.count.max(1)][..width]);
-    }
-    (words, width)
+/// Rows as the engine reads them, where they are.
+fn addresses(rows: &[Row]) -> Addresses<'_> {
+    const { assert!(size_of::<Row>() == size_of::<[u64; 4]>() && align_of::<Row>() == align_of::<[u64; 4]>()) };
+    // SAFETY: a row is its four words, without padding.
+    Addresses::of_c(unsafe { std::slice::from_raw_parts(rows.as_ptr().cast(), rows.len()) })
 }
 
 /// Rows of own regions.
@@ -67,8 +64,7 @@ pub(crate) unsafe extern "C" fn xrail_layout_own(
         let regions = unsafe { self::regions(OPERATION, regions, region_count) }?;
         owner.0.native.check(OPERATION)?;
         let place = regions.first().map_or(Place::Host, crossrail::Region::place);
-        let (words, width) = words(rows);
-        let native = owner.0.native.layout_at(&regions, Addresses::new(&words, width)?)?;
+        let native = owner.0.native.layout_at(&regions, addresses(rows))?;
         out.set(Box::into_raw(Box::new(Layout { native, place })));
         Ok(OK)
     })
@@ -93,8 +89,7 @@ pub(crate) unsafe extern "C" fn xrail_layout_peer(
             let (rows, out) = (slice(OPERATION, rows, count)?, place(OPERATION, out)?);
             let description = handle(OPERATION, description)?;
             endpoint.worker.native.check(OPERATION)?;
-            let (words, width) = words(rows);
-            let native = endpoint.native.layout_at(&description.0, Addresses::new(&words, width)?)?;
+            let native = endpoint.native.layout_at(&description.0, addresses(rows))?;
             out.set(Box::into_raw(Box::new(Layout { native, place: Place::Host })));
             Ok(OK)
         })

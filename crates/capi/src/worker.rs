@@ -198,7 +198,7 @@ pub(crate) unsafe extern "C" fn xrail_connect(
         let require = unsafe { optional_text(OPERATION, options.require) }?.map(str::to_owned);
         let timeout = timeout(OPERATION, timeout_us)?;
         let options = ConnectOptions { require, timeout, ..ConnectOptions::default() };
-        // Not started in a forked child, whose threads would meet locks of the parent's.
+        // No thread in a forked child: it could wait forever for a lock that the parent held.
         owner.0.native.check(OPERATION)?;
         let to = to.to_vec();
         let native = call_apart(

@@ -8,7 +8,7 @@ use crossrail_types::{Error, ErrorKind, Result};
 use super::buffer::Place;
 
 /// Rows by their absolute addresses, in an array: three words each (address, length, device), or five (address, length,
-/// device, stride, count), which stand for `count` rows.
+/// device, stride, count), which stand for `count` rows; or four as C has them ([`Addresses::of_c`]).
 #[derive(Clone, Copy, Debug)]
 pub struct Addresses<'a> {
     words: &'a [u64],
@@ -73,10 +73,16 @@ impl<'a> Addresses<'a> {
         Ok(Addresses { words, width })
     }
 
+    /// Rows of four words: address, length, stride, and count, of which 0 is 1.
+    pub fn of_c(rows: &'a [[u64; 4]]) -> Addresses<'a> {
+        Addresses { words: rows.as_flattened(), width: 4 }
+    }
+
     /// How many rows they are.
     pub fn rows(&self) -> u64 {
         match self.width {
             3 => (self.words.len() / 3) as u64,
+            4 => self.words.chunks_exact(4).fold(0, |sum, row| sum.saturating_add(row[3].max(1))),
             _ => self.words.chunks_exact(5).fold(0, |sum, row| sum.saturating_add(row[4])),
         }
     }
@@ -86,14 +92,18 @@ impl<'a> Addresses<'a> {
     pub fn merged(&self) -> Vec<(u64, u64, u64)> {
         let mut all: Vec<(u64, u64, u64)> = Vec::new();
         for row in self.words.chunks_exact(self.width) {
-            let (stride, count) = if self.width == 5 { (row[3], row[4]) } else { (0, 1) };
+            let (device_of, stride, count) = match row {
+                [_, _, stride, count] => (0, *stride, (*count).max(1)),
+                [_, _, device, stride, count] => (*device, *stride, *count),
+                _ => (row[2], 0, 1),
+            };
             for k in 0..count {
                 let (at, len) = (row[0].wrapping_add(k.wrapping_mul(stride)), row[1]);
                 match all.last_mut() {
-                    Some((base, have, device)) if *device == row[2] && base.checked_add(*have) == Some(at) => {
+                    Some((base, have, device)) if *device == device_of && base.checked_add(*have) == Some(at) => {
                         *have += len
                     }
-                    _ => all.push((at, len, row[2])),
+                    _ => all.push((at, len, device_of)),
                 }
             }
         }
@@ -113,35 +123,20 @@ impl<'a> Addresses<'a> {
 
     /// The fewest strides that one pass finds.
     fn strides(&self) -> Vec<Stride> {
-        let of = |row: &[u64]| match row {
-            [at, len, _, stride, count] => Stride { at: *at, len: *len, stride: *stride, count: *count },
-            _ => Stride { at: row[0], len: row[1], stride: 0, count: 1 },
-        };
-        let mut strides: Vec<Stride> = Vec::new();
-        let mut rows = self.words.chunks_exact(self.width).map(of);
-        let Some(mut open) = rows.next() else { return strides };
-        let mut next = open.row(open.count);
-        for row in rows {
-            let Stride { at, len, count, .. } = row;
-            if len == open.len && count == 1 {
-                if at == next && open.count > 1 {
-                    open.count += 1;
-                    next = next.wrapping_add(open.stride);
-                    continue;
-                }
-                if open.count == 1 {
-                    open.stride = at.wrapping_sub(open.at);
-                    open.count = 2;
-                    next = at.wrapping_add(open.stride);
-                    continue;
-                }
-            }
-            strides.push(open);
-            open = row;
-            next = open.row(open.count);
+        // A loop for each width: ten thousand rows are usual.
+        match self.width {
+            3 => joined(self.words.as_chunks().0.iter().map(|[at, len, _]| single(*at, *len))),
+            4 => joined(self.words.as_chunks().0.iter().map(|[at, len, stride, count]| match count {
+                0 | 1 => single(*at, *len),
+                _ => Stride { at: *at, len: *len, stride: *stride, count: *count },
+            })),
+            _ => joined(self.words.as_chunks().0.iter().map(|[at, len, _, stride, count]| Stride {
+                at: *at,
+                len: *len,
+                stride: *stride,
+                count: *count,
+            })),
         }
-        strides.push(open);
-        strides
     }
 
     /// The rows, each in one of `extents`.
@@ -171,6 +166,38 @@ impl<'a> Addresses<'a> {
         }
         Placed::new(placed, regions)
     }
+}
+
+fn single(at: u64, len: u64) -> Stride {
+    Stride { at, len, stride: 0, count: 1 }
+}
+
+/// Rows of one length and distance joined into strides, in their order.
+fn joined(mut rows: impl Iterator<Item = Stride>) -> Vec<Stride> {
+    let mut strides: Vec<Stride> = Vec::new();
+    let Some(mut open) = rows.next() else { return strides };
+    let mut next = open.row(open.count);
+    for row in rows {
+        let Stride { at, len, count, .. } = row;
+        if len == open.len && count == 1 {
+            if at == next && open.count > 1 {
+                open.count += 1;
+                next = next.wrapping_add(open.stride);
+                continue;
+            }
+            if open.count == 1 {
+                open.stride = at.wrapping_sub(open.at);
+                open.count = 2;
+                next = at.wrapping_add(open.stride);
+                continue;
+            }
+        }
+        strides.push(open);
+        open = row;
+        next = open.row(open.count);
+    }
+    strides.push(open);
+    strides
 }
 
 /// How many rows of a stride, of which the first is inside, are inside `low..high` one after the other.
@@ -283,6 +310,11 @@ mod tests {
         let strides = Addresses::new(&single, 5).unwrap().strides();
         assert_eq!(strides.iter().map(|s| (s.at, s.count)).collect::<Vec<_>>(), [(1000, 10), (1000, 3)]);
         assert!(Addresses::new(&five, 4).is_err() && Addresses::new(&five, 3).is_err());
+        let of_c = [[1000, 8, 0, 0], [1016, 8, 7, 1], [1032, 8, 16, 4]];
+        let as_five = [1000, 8, 0, 0, 1, 1016, 8, 0, 0, 1, 1032, 8, 0, 16, 4];
+        let (of_c, as_five) = (Addresses::of_c(&of_c), Addresses::new(&as_five, 5).unwrap());
+        assert_eq!(of_c.strides(), as_five.strides());
+        assert_eq!((of_c.rows(), of_c.merged()), (as_five.rows(), as_five.merged()));
         assert!(Addresses::new(&[u64::MAX, 2, 0], 3).unwrap().placed(&[host(0, 9)]).is_err());
     }
 
