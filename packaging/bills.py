@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-LINKED = ("crossrail-python", "crossrail-nccl-plugin")
-"""The crates that wheels contain, from which all others are reached."""
+LINKED = ("crossrail-python", "crossrail-nccl-plugin", "crossrail-capi")
+"""The crates that wheels and the C library contain, from which all others are reached."""
 TARGET = "x86_64-unknown-linux-gnu"
 
 

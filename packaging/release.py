@@ -2,6 +2,7 @@
 
     python packaging/release.py wheels   wheels of all packages, into dist
     python packaging/release.py make     wheels, source distributions, crates, bills of materials, checksums, into dist
+    python packaging/release.py c        the archive of the C library for this machine, into dist
     python packaging/release.py check    each of them installed and tried, by every Python that there is
     python packaging/release.py crates   the crates in the order in which they are published
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import importlib.util
 import json
 import os
 import platform
@@ -41,7 +43,10 @@ TARGETS = (
 NATIVE = "native"
 OLDEST, NEWEST = 10, 14
 """Minor versions of Python 3 that are tried."""
-C_LIBRARY = ROOT / "crates" / "capi"
+C_MACHINES = ("x86_64", "aarch64")
+C_GLIBC = "2.17"
+"""The oldest glibc that the C library runs with, if zig links it; wheels are linked alike."""
+C_EXAMPLES = ROOT / "examples" / "c"
 SMOKE = ROOT / "packaging" / "smoke.py"
 SUMS = "SHA256SUMS"
 
@@ -96,13 +101,14 @@ def version() -> str:
 # What is made.
 
 
-def make(chosen: Sequence[str], report: Report) -> None:
-    """Makes everything into an empty dist."""
+def make(chosen: Sequence[str], beside: Path | None, report: Report) -> None:
+    """Makes everything into an empty dist; the files of ``beside`` were made on other machines."""
     shutil.rmtree(DIST, ignore_errors=True)
     make_wheels(chosen, report)
     make_sources(report)
     make_crates(report)
     make_c_library(report)
+    add_made_elsewhere(beside, report)
     for path in bills.write(DIST, version()):
         report.done.append(path.name)
     write_sums(report)
@@ -215,16 +221,43 @@ def crates() -> list[str]:
 
 
 def make_c_library(report: Report) -> None:
-    """Makes the archive of the C library, from what `make install-c` installs."""
-    if not C_LIBRARY.is_dir():
-        report.missing.append("C archive: there is no crates/capi")
-        return
+    """Makes the archive of the C library for this machine, from what `make install-c` installs."""
+    DIST.mkdir(exist_ok=True)
+    machine = os.uname().machine
+    by_zig = importlib.util.find_spec("ziglang") is not None
+    target = f"{machine}-linux-gnu.{C_GLIBC}"
+    env = {"CC": f"{sys.executable} -m ziglang cc -target {target}"} if by_zig else {}
     with tempfile.TemporaryDirectory() as folder:
-        run("make", "install-c", f"DESTDIR={folder}", "PREFIX=/usr")
-        name = f"crossrail-c-{version()}-{os.uname().machine}-linux.tar.gz"
+        run("make", "install-c", f"DESTDIR={folder}", "PREFIX=/usr", env=env)
+        needed = newest_glibc(Path(folder) / "usr" / "lib" / "libcrossrail.so")
+        name = c_archive(machine)
         with tarfile.open(DIST / name, "w:gz") as archive:
             archive.add(Path(folder) / "usr", arcname=name.removesuffix(".tar.gz"))
-    report.done.append(name)
+    report.done.append(f"{name}: for glibc {'.'.join(map(str, needed))} and later")
+    if needed > tuple(map(int, C_GLIBC.split("."))):
+        report.missing.append(f"{name} for glibc {C_GLIBC}: it needs {'.'.join(map(str, needed))}; ziglang links it")
+
+
+def c_archive(machine: str) -> str:
+    """The name of the C library's archive for a kind of machine."""
+    return f"crossrail-c-{version()}-{machine}-linux-gnu.tar.gz"
+
+
+def newest_glibc(library: Path) -> tuple[int, ...]:
+    """The newest version of glibc's symbols that a library uses."""
+    versions = re.findall(r"GLIBC_([0-9.]+)", run("readelf", "--version-info", "--wide", library))
+    return max(tuple(map(int, one.split("."))) for one in versions)
+
+
+def add_made_elsewhere(beside: Path | None, report: Report) -> None:
+    """Adds the C library's archives of other machines."""
+    for machine in set(C_MACHINES) - {os.uname().machine}:
+        name = c_archive(machine)
+        if beside is None or not (beside / name).is_file():
+            report.missing.append(f"{name}: made on such a machine, by `release.py c`")
+            continue
+        shutil.copy2(beside / name, DIST)
+        report.done.append(name)
 
 
 # What is checked.
@@ -248,6 +281,7 @@ def check(report: Report, only: str | None, with_sources: bool) -> None:
     """Installs each artefact into an environment of its own, and tries it."""
     check_sums(report)
     check_contents(report)
+    check_c_library(report)
     wheels = sorted(DIST.glob(f"crossrail-{version()}-*.whl"))
     libc = "manylinux" if platform.libc_ver()[0] == "glibc" else "musllinux"
     native = [one for one in wheels if os.uname().machine in one.name and libc in one.name]
@@ -331,15 +365,59 @@ def check_contents(report: Report) -> None:
         report.done.append(f"{wheel.name}: {len(names)} files, with types, man page and bill of materials")
 
 
+def check_c_library(report: Report) -> None:
+    """Compiles the examples against the archive of this machine alone, and lets both ends meet."""
+    name = c_archive(os.uname().machine)
+    compilers = [shutil.which(one) for one in ("cc", "c++")]
+    if platform.libc_ver()[0] != "glibc" or None in compilers:
+        report.missing.append(f"{name} tried: it needs glibc, and a compiler of C and C++")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(DIST / name) as archive:
+            archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+        prefix = Path(folder) / name.removesuffix(".tar.gz")
+        lib = prefix / "lib"
+        programs = []
+        for compiler, language in zip(compilers, ("c", "cpp"), strict=True):
+            program = Path(folder) / language
+            source = C_EXAMPLES / f"two_processes.{language}"
+            built = [compiler, source, "-o", program, f"-I{prefix / 'include'}", f"-L{lib}", f"-Wl,-rpath,{lib}"]
+            run(*built, "-lcrossrail")
+            programs.append(program)
+        static = Path(folder) / "static"
+        private = re.search(r"^Libs.private: (.*)$", (lib / "pkgconfig" / "crossrail.pc").read_text(), re.MULTILINE)
+        libraries = [str(lib / "libcrossrail.a"), *(private[1].split() if private else [])]
+        run(compilers[0], C_EXAMPLES / "two_processes.c", "-o", static, f"-I{prefix / 'include'}", *libraries)
+        for one, other in ((programs[0], programs[1]), (static, programs[0])):
+            said = run_both_ends(one, other)
+    report.done.append(f"{name}: examples in C and C++, linked with each library: {said}")
+
+
+def run_both_ends(listener: Path, connector: Path) -> str:
+    """Runs the two ends of an example; what the listener prints about the message."""
+    with subprocess.Popen([listener, "listen"], stdout=subprocess.PIPE, text=True) as listening:
+        try:
+            assert listening.stdout is not None
+            address = listening.stdout.readline().split()[-1]
+            run(connector, "connect", address, limit_s=60)
+            said, _ = listening.communicate(timeout=60)
+        finally:
+            listening.kill()
+    if listening.returncode:
+        raise Failed(f"{listener} listen: exit code {listening.returncode}")
+    return said.strip()
+
+
 def main() -> int:
     """Runs what is asked for; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("what", choices=["wheels", "make", "check", "crates"])
+    parser.add_argument("what", choices=["wheels", "make", "c", "check", "crates"])
     parser.add_argument(
         "--targets",
         default=",".join(TARGETS),
         help="those whose wheels are made; `native`: for this machine alone, without zig",
     )
+    parser.add_argument("--beside", type=Path, metavar="DIR", help="archives that other machines have made (make)")
     parser.add_argument("--only", metavar="PYTHON", help="try this Python alone, such as python3.12")
     parser.add_argument("--no-sources", action="store_true", help="do not build from the source distribution")
     parser.add_argument("--complete", action="store_true", help="fail if something is not done")
@@ -351,7 +429,9 @@ def main() -> int:
         elif given.what == "wheels":
             make_wheels(given.targets.split(","), report)
         elif given.what == "make":
-            make(given.targets.split(","), report)
+            make(given.targets.split(","), given.beside, report)
+        elif given.what == "c":
+            make_c_library(report)
         else:
             check(report, given.only, not given.no_sources)
     except Failed as error:

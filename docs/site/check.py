@@ -130,9 +130,9 @@ def faults(folder: Path) -> Iterator[str]:
     known = set(json.loads(index.removeprefix("Search.setIndex(").removesuffix(")"))["docnames"])
     generated = {"genindex", "search", "py-modindex"}
     for path in own:
-        page = path.relative_to(folder).with_suffix("").as_posix()
-        if page not in known | generated and not page.startswith("_"):
-            yield f"{page}: the search does not know it"
+        document = path.relative_to(folder).with_suffix("").as_posix()
+        if document not in known | generated and not document.startswith("_"):
+            yield f"{document}: the search does not know it"
 
 
 def _is_there(url: str, path: Path, pages: Mapping[Path, _Page]) -> bool:

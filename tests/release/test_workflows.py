@@ -52,7 +52,10 @@ def test_nothing_is_published_but_from_a_tag_after_every_check() -> None:
 
 def test_what_is_built_must_be_complete() -> None:
     steps = [step.get("run", "") for step in RELEASE["jobs"]["build"]["steps"]]
-    assert "make release RELEASE_OPTIONS=--complete" in steps
+    assert 'make release RELEASE_OPTIONS="--complete --beside c-library"' in steps
+    made = [step.get("run", "") for step in RELEASE["jobs"]["c-library"]["steps"]]
+    assert ".venv/bin/python packaging/release.py c --complete" in made
+    assert len(RELEASE["jobs"]["c-library"]["strategy"]["matrix"]["machine"]) == 2
     matrix = RELEASE["jobs"]["check"]["strategy"]["matrix"]
     assert len(matrix["machine"]) == 2
     assert {"3.10", "3.14", "3.14t"} <= set(matrix["python"])
