@@ -7,13 +7,13 @@ use crossrail_types::{Error, Result};
 use super::context::Context;
 use crate::memory::Ready;
 
-impl Context {
-    /// The GPUs; not in a forked child, where the driver that the parent has opened answers nothing of use.
-    fn gpus(&self, operation: &str) -> Result<&Devices> {
-        self.environment().origin().check(operation)?;
-        Ok(self.environment().gpus())
-    }
+/// The GPUs; not in a forked child, where the driver that the parent has opened answers nothing of use.
+fn gpus<'a>(context: &'a Context, operation: &str) -> Result<&'a Devices> {
+    context.environment().origin().check(operation)?;
+    Ok(context.environment().gpus())
+}
 
+impl Context {
     /// Opens a GPU, so that later calls that name its memory find it open. The first call may take seconds, because it
     /// loads the driver and creates a CUDA context.
     ///
@@ -21,7 +21,7 @@ impl Context {
     /// `Usage` when there is none of that number; `Unsupported` with the reason where there is no CUDA; what the
     /// driver says.
     pub fn open_gpu(&self, ordinal: u32) -> Result<()> {
-        self.gpus("open_gpu")?.device(ordinal).map(drop)
+        gpus(self, "open_gpu")?.device(ordinal).map(drop)
     }
 
     /// The GPU whose memory `address` is, by number. Any number may be asked for; nothing is read there.
@@ -29,7 +29,7 @@ impl Context {
     /// # Errors
     /// `Usage` when it is no GPU's; `Unsupported` with the reason where there is no CUDA.
     pub fn gpu_of(&self, address: u64) -> Result<u32> {
-        self.gpus("gpu_of")?.owner(address)
+        gpus(self, "gpu_of")?.owner(address)
     }
 
     /// Calls `body` with that GPU as this thread's current one: some libraries lend memory of the current GPU only.
@@ -41,7 +41,7 @@ impl Context {
         ordinal: u32,
         body: impl FnOnce() -> std::result::Result<T, E>,
     ) -> std::result::Result<T, E> {
-        self.gpus("on_gpu")?.device(ordinal)?.current(body)
+        gpus(self, "on_gpu")?.device(ordinal)?.current(body)
     }
 }
 
@@ -56,7 +56,7 @@ impl Ready {
     /// no CUDA; what the driver says.
     pub unsafe fn on_stream(context: &Context, ordinal: u32, stream: u64) -> Result<Ready> {
         // SAFETY: the caller vouches for the stream.
-        unsafe { context.gpus("on_stream")?.device(ordinal)?.stream_point(stream) }.map(Ready)
+        unsafe { gpus(context, "on_stream")?.device(ordinal)?.stream_point(stream) }.map(Ready)
     }
 
     /// Runs `ask`, which lets another library enqueue work before a stream of ours on GPU `ordinal`, given by its raw
@@ -70,7 +70,7 @@ impl Ready {
         ordinal: u32,
         ask: impl FnOnce(u64) -> std::result::Result<T, E>,
     ) -> std::result::Result<(T, Ready), E> {
-        let (answer, point) = context.gpus("ordered")?.device(ordinal)?.ordered(ask)?;
+        let (answer, point) = gpus(context, "ordered")?.device(ordinal)?.ordered(ask)?;
         Ok((answer, Ready(point)))
     }
 }
