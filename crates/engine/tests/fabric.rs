@@ -1,11 +1,14 @@
 //! Workers over libfabric: endpoints, one-sided writes, and their ends.
 #![allow(unsafe_code)] // exposes and writes memory of the tests, which outlives the objects
 
+use std::net::Ipv4Addr;
+use std::os::fd::{BorrowedFd, RawFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossrail::placing::{self, Event, Extent, Imm, LaneError, Loan, Placing, Post};
 use crossrail::{ConnectOptions, Context, Endpoint, ErrorKind, Settings, Worker, WorkerOptions};
+use nix::sys::socket::{Shutdown, SockaddrIn, SockaddrStorage, getpeername, getsockname, shutdown};
 
 const LIMIT: Duration = Duration::from_secs(20);
 
@@ -19,12 +22,22 @@ fn worker(tls: &str, name: &str) -> Worker {
 
 /// Two workers over that, joined; `None` where libfabric has no such provider, which is reported.
 fn pair(tls: &str) -> Option<((Worker, Endpoint), (Worker, Endpoint))> {
+    pair_over(tls, "")
+}
+
+fn pair_over(tls: &str, rails: &str) -> Option<((Worker, Endpoint), (Worker, Endpoint))> {
     let row = context(tls).info().unwrap().transports.into_iter().find(|row| row.name == "fabric").expect("a row");
     if !row.usable {
         crossrail_transport::conformance::skip(&row.reason.unwrap_or_default());
         return None;
     }
-    let (a, b) = (worker(tls, "alpha"), worker(tls, "beta"));
+    let worker = |name: &str| {
+        let settings = [("CROSSRAIL_TLS", tls), ("CROSSRAIL_NET_DEVICES", rails)];
+        let settings = settings.into_iter().filter(|(_, value)| !value.is_empty());
+        let context = Context::new(Settings::from_pairs(settings).unwrap()).unwrap();
+        Worker::new(&context, WorkerOptions { name: Some(name.to_owned()), ..WorkerOptions::default() }).unwrap()
+    };
+    let (a, b) = (worker("alpha"), worker("beta"));
     let ab = a.connect(&b.address(), &ConnectOptions::default()).unwrap();
     let ba = b.accept(Some(LIMIT)).unwrap();
     Some(((a, ab), (b, ba)))
@@ -101,6 +114,124 @@ fn the_end_of_an_endpoint_ends_its_objects_at_both_ends() {
     assert!(matches!(&error, LaneError::Closed(why) if why.contains("beta") && why.contains("closed")), "{error}");
     let error = until_error(&mut two);
     assert!(matches!(&error, LaneError::Closed(why) if why.contains("alpha")), "{error}");
+}
+
+/// The descriptors of this process, and those of them that are TCP connections between two of its own sockets at that address.
+fn sockets_at(rail: Ipv4Addr) -> Vec<RawFd> {
+    let is_at = |address: nix::Result<SockaddrStorage>| {
+        address.is_ok_and(|address| address.as_sockaddr_in().map(SockaddrIn::ip) == Some(rail))
+    };
+    let fds = descriptors();
+    fds.into_iter().filter(|fd| is_at(getsockname(*fd)) && is_at(getpeername(*fd))).collect()
+}
+
+fn descriptors() -> Vec<RawFd> {
+    let entries = std::fs::read_dir("/proc/self/fd").unwrap();
+    entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok()).collect()
+}
+
+fn cut(fd: RawFd) {
+    // SAFETY: a lane or an object keeps it open; used for this call only.
+    let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+    // The other end of one that was cut is closed already.
+    let _ = shutdown(std::os::fd::AsRawFd::as_raw_fd(&fd), Shutdown::Both);
+}
+
+/// One write, which arrives.
+fn write_once(one: &mut Box<dyn Placing>, two: &mut Box<dyn Placing>) {
+    let (bytes, mut heap) = (vec![7u8; 100_000], vec![0u8; 100_000]);
+    let loan = Arc::new(Loan::default());
+    // SAFETY: its loan is returned before the memory is dropped.
+    let key = unsafe { two.expose(&Extent::host(heap.as_mut_ptr(), heap.len()), &loan) }.unwrap();
+    let imm = Imm { counter: two.count(1).unwrap(), piece: 0 };
+    // SAFETY: it has ended before the bytes are dropped.
+    let posted = unsafe { one.write(&[Extent::host(bytes.as_ptr(), bytes.len())], &key, 0, imm, 3) };
+    assert_eq!(posted, Ok(Post::Held));
+    let (mut ended, start) = (false, Instant::now());
+    while !ended || !loan.is_returned() {
+        one.poll(&mut |event| ended |= event == Event::Ended { token: 3, result: Ok(()) }).unwrap();
+        two.poll(&mut |_| {}).unwrap();
+        if ended {
+            loan.recall();
+        }
+        assert!(start.elapsed() < LIMIT, "{ended}");
+    }
+    assert!(heap == bytes);
+}
+
+#[test]
+fn an_object_whose_connection_is_lost_says_what_to_do_and_that_works() {
+    let rail = Ipv4Addr::new(127, 0, 0, 71);
+    let Some(((_a, ab), (_b, ba))) = pair_over("tcp,fabric:tcp", &rail.to_string()) else { return };
+    let before = sockets_at(rail);
+    let (mut one, mut two) = objects(&ab, &ba, 2);
+    write_once(&mut one, &mut two);
+    let ours: Vec<RawFd> = sockets_at(rail).into_iter().filter(|fd| !before.contains(fd)).collect();
+    assert!(!ours.is_empty(), "a connection beside the endpoint");
+    cut(ours[0]);
+    let until_error = |object: &mut Box<dyn Placing>| {
+        let start = Instant::now();
+        loop {
+            match object.poll(&mut |_| {}) {
+                Ok(_) => assert!(start.elapsed() < LIMIT, "no error"),
+                Err(error) => return error.to_string(),
+            }
+        }
+    };
+    let errors = [until_error(&mut one), until_error(&mut two)];
+    assert!(errors.iter().all(|error| error.contains("open the object anew at both ends")), "{errors:?}");
+    assert!(ab.is_alive() && ba.is_alive(), "only the object has ended");
+    // The failed ones are still there.
+    let (mut next, mut other) = objects(&ab, &ba, 2);
+    write_once(&mut next, &mut other);
+    drop((one, two));
+}
+
+/// Objects one after the other leave nothing at their endpoints.
+#[test]
+fn objects_one_after_the_other_leave_no_descriptors() {
+    let Some(((_a, ab), (_b, ba))) = pair_over("tcp,fabric:tcp", "127.0.0.72") else { return };
+    let life = |number: u16| {
+        let (mut one, mut two) = objects(&ab, &ba, number % 16);
+        write_once(&mut one, &mut two);
+    };
+    (0..16).for_each(life);
+    let before = descriptors().len();
+    (0..64).for_each(life);
+    let after = descriptors().len();
+    assert!(after <= before + 4, "{before} -> {after} descriptors after 64 objects");
+}
+
+#[test]
+fn four_rails_carry_a_transfer_and_a_lost_one_comes_back() {
+    let rails: Vec<Ipv4Addr> = (73..77).map(|last| Ipv4Addr::new(127, 0, 0, last)).collect();
+    let names: Vec<String> = rails.iter().map(ToString::to_string).collect();
+    let Some(((_a, ab), (b, _ba))) = pair_over("fabric:tcp", &names.join(",")) else { return };
+    let bytes: Vec<u8> = (0..64 << 20).map(|at: u32| ((at * 13) >> 3) as u8).collect();
+    let carried = |tag: u64| -> Vec<(String, u64)> {
+        let receive = b.recv(vec![0; bytes.len()], tag, u64::MAX, None).unwrap();
+        let send = ab.send(bytes.clone(), tag).unwrap();
+        receive.wait(Some(LIMIT)).unwrap();
+        let done = send.wait(Some(LIMIT)).unwrap();
+        assert!(receive.into_vec().unwrap() == bytes, "tag {tag}");
+        done.lanes().iter().filter(|lane| lane.bytes > 0).map(|lane| (lane.name.to_string(), lane.bytes)).collect()
+    };
+    let all = carried(1);
+    assert!(
+        names.iter().all(|name| all.iter().any(|(lane, bytes)| lane.contains(name) && *bytes > 1 << 20)),
+        "{all:?}"
+    );
+    // Every connection over the last rail.
+    sockets_at(rails[3]).into_iter().for_each(cut);
+    let start = Instant::now();
+    for tag in 2.. {
+        let now = carried(tag);
+        if tag > 2 && now.iter().any(|(lane, bytes)| lane.contains(&names[3]) && *bytes > 1 << 20) {
+            break;
+        }
+        assert!(start.elapsed() < 2 * LIMIT, "the rail does not come back: {now:?}");
+    }
+    assert!(ab.is_alive());
 }
 
 #[test]

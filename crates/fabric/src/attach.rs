@@ -18,7 +18,8 @@ use crate::port::{Port, queue_of};
 use crate::wire::{GREETING, INTRODUCTION, Introduction, PEER_WRITES};
 
 /// What to do when a connection is lost: keys are registrations of one device, so no other rail takes its writes.
-const ADVICE: &str = "; one-sided writes over libfabric have one rail, which is not dialled again: open the object anew at both ends";
+const ADVICE: &str =
+    "; an object over libfabric is not dialled again: while the endpoint is alive, open the object anew at both ends";
 
 /// Joins the two ends of `stream`, which both call this, each with its own offer, and returns once a write has arrived
 /// in each direction. The stream must be authenticated; it stays open as long as the object, which ends with it. `peer` and
@@ -128,6 +129,7 @@ fn until(
         }
         match placing.companion.receive() {
             Ok(note) => moved |= note.is_some(),
+            Err(Ended::Lost) => return Err(failed("while both ends connected, the peer's process has ended")),
             Err(Ended::Closed(why)) => return Err(failed(&format!("while both ends connected, {why}"))),
             Err(Ended::Down(why)) => return Err(failed(&why)),
             Err(Ended::Protocol) => {

@@ -88,8 +88,10 @@ impl Closer {
 /// Cause of the end of the connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Ended {
-    /// The peer's process has exited, it dropped the object, or this end has ended it.
+    /// The peer dropped the object, or this end has ended it.
     Closed(String),
+    /// The peer's process has exited, or what lies between them has closed the connection.
+    Lost,
     /// The network.
     Down(String),
     /// It wrote an invalid note.
@@ -176,11 +178,10 @@ impl Companion {
     }
 
     fn closed(&self) -> Ended {
-        let why = match self.farewell {
-            Some(_) => "it has dropped its end",
-            None => "its process has ended",
-        };
-        self.why.get().cloned().unwrap_or_else(|| Ended::Closed(why.to_owned()))
+        self.why.get().cloned().unwrap_or_else(|| match self.farewell {
+            Some(_) => Ended::Closed("it has dropped its end".to_owned()),
+            None => Ended::Lost,
+        })
     }
 
     /// Ends it from other threads.
@@ -245,7 +246,7 @@ mod tests {
         assert_eq!(received(&mut companion), Ok(Note::Ready));
         assert_eq!(received(&mut companion), Ok(Note::Probe(u64::MAX - 3)));
         drop(peer);
-        assert_eq!(received(&mut companion), Err(Ended::Closed("its process has ended".to_owned())));
+        assert_eq!(received(&mut companion), Err(Ended::Lost));
         let (mut companion, mut peer) = pair();
         peer.write_all(&Note::Farewell(7).encode()).expect("room");
         drop(peer);

@@ -471,6 +471,10 @@ impl FabricPlacing {
         let (peer, rail) = (&self.peer, &self.rail);
         Err(match ended {
             Ended::Closed(why) => LaneError::Closed(format!("{peer}: {why} ({rail})")),
+            Ended::Lost => {
+                let advice = self.advice;
+                LaneError::Closed(format!("{peer}: its process has ended, or their connection has ({rail}){advice}"))
+            }
             Ended::Down(why) => {
                 let advice = self.advice;
                 LaneError::Down(format!("{peer}: the companion connection of {rail}: {why}{advice}"))

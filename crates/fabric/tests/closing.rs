@@ -62,7 +62,8 @@ fn memory_is_registered_once_for_a_post_that_is_refused() {
     let (registered, refused) = (hostile.count("registered"), hostile.count("refused"));
     for piece in 0..WRITES {
         // Three pieces, each of which needs a registration of its own.
-        let from = [0, 5000, 10_000].map(|at| Extent::host(bytes[at..].as_ptr(), if at == 10_000 { 10_000 } else { 5000 }));
+        let from =
+            [0, 5000, 10_000].map(|at| Extent::host(bytes[at..].as_ptr(), if at == 10_000 { 10_000 } else { 5000 }));
         // SAFETY: as above.
         let posted = unsafe { one.write(&from, &key, 0, Imm { counter, piece }, piece.into()) };
         assert_eq!(posted, Ok(Post::Held));

@@ -135,8 +135,7 @@ fn life(offer: &crossrail_fabric::Offer, number: usize) {
     }
     for (from, (key, counter)) in [(&mut one, keys[1]), (&mut other, keys[0])] {
         // SAFETY: as above.
-        let posted =
-            unsafe { from.write(&[Extent::host(bytes.as_ptr(), LEN)], &key, 0, Imm { counter, piece: 0 }, 0) };
+        let posted = unsafe { from.write(&[Extent::host(bytes.as_ptr(), LEN)], &key, 0, Imm { counter, piece: 0 }, 0) };
         assert_eq!(posted, Ok(Post::Held));
     }
     let (mut left, start) = (4, Instant::now());

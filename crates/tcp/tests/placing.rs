@@ -269,7 +269,10 @@ fn a_peer_that_connects_again_and_again_causes_no_more_answers() {
     victim.placing.revoke(&victim.key.clone());
     for id in 2..100 {
         if let Some((_, error)) = takes_answers(&mut victim, 0, 4000) {
-            assert!(matches!(&error, LaneError::Protocol(why) if why.contains("acknowledges none of 65536")), "{error:?}");
+            assert!(
+                matches!(&error, LaneError::Protocol(why) if why.contains("acknowledges none of 65536")),
+                "{error:?}"
+            );
             return assert!(id > 10, "{id}");
         }
         // Those that it has not acknowledged wait for the next connection.

@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry as Slot;
 use std::net::{SocketAddr, TcpStream};
 use std::os::fd::BorrowedFd;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use crossrail_fabric::{Closer, FabricPlacing};
@@ -83,48 +83,52 @@ struct Entry {
     way: Way,
     /// The connecting end: the rail of each connection, by number.
     rails: Vec<u16>,
-    /// Connections that the peer has made for an object that this end has not asked for; `None`: it has.
-    waiting: Option<usize>,
 }
 
 /// How an object is reached by threads that do not drive it.
 enum Way {
+    /// This end has not asked for it; the peer has made so many connections.
+    Early(Arc<Door>, usize),
     /// Over TCP, or not known yet.
-    Door(Arc<Door>),
+    Door(Weak<Door>),
     /// Over libfabric, and the network interface of its rail. No further connections are added.
     Closer(Closer, Option<String>),
 }
 
 impl Entry {
-    fn new(waiting: Option<usize>) -> Result<Entry> {
-        Ok(Entry { way: Way::Door(Arc::new(Door::new()?)), rails: Vec::new(), waiting })
+    fn new(way: Way) -> Entry {
+        Entry { way, rails: Vec::new() }
     }
 
     fn end(&self, why: &str) {
         match &self.way {
-            Way::Door(door) => door.end(why),
             Way::Closer(closer, _) => closer.end(why),
+            _ => drop(self.door().map(|door| door.end(why))),
         }
     }
 
     fn is_over(&self) -> bool {
         match &self.way {
-            Way::Door(door) => door.is_closed(),
             Way::Closer(closer, _) => closer.is_over(),
+            _ => self.door().is_none(),
         }
     }
 
     /// Its door, unless the object was dropped.
-    fn door(&self) -> Option<&Arc<Door>> {
+    fn door(&self) -> Option<Arc<Door>> {
         match &self.way {
-            Way::Door(door) if !door.is_closed() => Some(door),
-            _ => None,
+            Way::Early(door, _) => Some(Arc::clone(door)),
+            Way::Door(door) => door.upgrade().filter(|door| !door.is_closed()),
+            Way::Closer(..) => None,
         }
     }
 
     /// Descriptors that it holds without having been asked for.
     fn unasked(&self) -> usize {
-        self.waiting.map_or(0, |connections| connections + 1)
+        match &self.way {
+            Way::Early(_, connections) => connections + 1,
+            _ => 0,
+        }
     }
 }
 
@@ -141,10 +145,9 @@ impl Placings {
         let of = Of { endpoint, index, turn };
         let is_of = |old: &Of| (old.endpoint, old.index) == (endpoint, index);
         state.doors.retain(|old, entry| !is_of(old) || !entry.is_over());
-        let mut entry = state.doors.remove(&of).map_or_else(|| Entry::new(None), Ok)?;
-        entry.waiting = None;
-        let door = entry.door().cloned().ok_or_else(|| dropped(of))?;
-        state.doors.insert(of, entry);
+        let early = state.doors.remove(&of).and_then(|entry| entry.door());
+        let door = early.map_or_else(|| Door::new().map(Arc::new), Ok)?;
+        state.doors.insert(of, Entry::new(Way::Door(Arc::downgrade(&door))));
         state.turns.insert((endpoint, index), turn.wrapping_add(1));
         Ok((of, door))
     }
@@ -155,8 +158,9 @@ impl Placings {
     fn door(&self, of: Of, most: usize) -> Result<Arc<Door>> {
         let mut state = self.0.lock();
         let next = state.turns.get(&(of.endpoint, of.index)).copied().unwrap_or(0);
-        if let Some(asked) = state.doors.get(&of).filter(|entry| entry.waiting.is_none()) {
-            return asked.door().cloned().ok_or_else(|| dropped(of));
+        match state.doors.get(&of) {
+            Some(Entry { way: Way::Early(..), .. }) | None => {}
+            Some(asked) => return asked.door().ok_or_else(|| dropped(of)),
         }
         if of.turn != next {
             return Err(dropped(of));
@@ -175,17 +179,22 @@ impl Placings {
         }
         let entry = match state.doors.entry(of) {
             Slot::Occupied(known) => known.into_mut(),
-            Slot::Vacant(free) => free.insert(Entry::new(Some(0))?),
+            Slot::Vacant(free) => free.insert(Entry::new(Way::Early(Arc::new(Door::new()?), 0))),
         };
-        entry.waiting = entry.waiting.map(|connections| connections + 1);
-        entry.door().cloned().ok_or_else(|| dropped(of))
+        match &mut entry.way {
+            Way::Early(door, connections) => {
+                *connections += 1;
+                Ok(Arc::clone(door))
+            }
+            _ => Err(dropped(of)),
+        }
     }
 
     /// The number of one more connection over that rail, and the door. `None`: the object was dropped, or has had [`NUMBERS`].
     fn another(&self, of: Of, rail: u16) -> Option<(u16, Arc<Door>)> {
         let mut state = self.0.lock();
         let entry = state.doors.get_mut(&of).filter(|entry| entry.rails.len() < usize::from(COMPANION))?;
-        let door = entry.door().cloned()?;
+        let door = entry.door()?;
         entry.rails.push(rail);
         Some((entry.rails.len() as u16 - 1, door))
     }
@@ -199,9 +208,8 @@ impl Placings {
     pub(super) fn interface_down(&self, interface: &str) {
         for entry in self.0.lock().doors.values() {
             match &entry.way {
-                Way::Door(door) => door.interface_down(interface),
                 Way::Closer(closer, Some(over)) if over == interface => closer.down(&format!("{interface} is down")),
-                Way::Closer(..) => {}
+                _ => drop(entry.door().map(|door| door.interface_down(interface))),
             }
         }
     }
@@ -209,7 +217,7 @@ impl Placings {
     /// That object is over libfabric, and ends with its endpoint.
     fn closes(&self, of: Of, closer: Closer, interface: Option<String>) {
         match self.0.lock().doors.get_mut(&of) {
-            // Its door is dropped, with the connections that another peer than ours would have added.
+            // With its door go connections that no honest peer has added.
             Some(entry) => entry.way = Way::Closer(closer, interface),
             None => closer.end("the endpoint has ended"),
         }
@@ -229,6 +237,10 @@ impl Placings {
     }
 }
 
+fn is_alive(sessions: &Sessions, endpoint: EndpointId) -> bool {
+    sessions.progress.core().peers().get(endpoint).is_some_and(|peer| peer.is_alive())
+}
+
 /// See [`crate::placing::open`].
 pub(crate) fn open(
     sessions: &Arc<Sessions>,
@@ -241,8 +253,7 @@ pub(crate) fn open(
         let detail = format!("object {index}: an endpoint has objects 0 to {}", INDEX_MAX - 1);
         return Err(Error::new(ErrorKind::Usage, "placing", detail));
     }
-    let is_alive = || sessions.progress.core().peers().get(endpoint).is_some_and(|peer| peer.is_alive());
-    if !is_alive() {
+    if !is_alive(sessions, endpoint) {
         return Err(gone("placing"));
     }
     let Some(rails) = sessions.control.rails(endpoint) else {
@@ -256,7 +267,7 @@ pub(crate) fn open(
             .with_hint("set CROSSRAIL_CHECKSUM=off at both ends"));
     }
     let (of, door) = sessions.placings.next(endpoint, index)?;
-    if !is_alive() {
+    if !is_alive(sessions, endpoint) {
         // It may have ended before it could end this.
         sessions.placings.end(|ended| ended == endpoint, "the endpoint has ended");
     }
@@ -469,6 +480,10 @@ pub(super) fn arrived(
     let rails = sessions.environment.rails()?;
     let known = rails.iter().find(|rail| rail.name == device);
     sessions.placings.door(of, unasked_max())?.add(connection(name, device, known, stream));
+    if !is_alive(sessions, endpoint) {
+        // It may have ended before it could end this; its number may be given again.
+        sessions.placings.end(|ended| ended == endpoint, "the endpoint has ended");
+    }
     Ok(())
 }
 
