@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use common::{LIMIT, offer};
 use crossrail_fabric::{FabricPlacing, attach};
-use crossrail_transport::placing::{Counter, Event, Extent, Imm, Key, PIECES_MAX, Placing};
+use crossrail_transport::placing::{Counter, Event, Extent, Imm, Key, PIECES_MAX, Placing, Revoked};
 use crossrail_transport::{LaneError, Loan, Post};
 
 /// Where the parent listens, and what the child does: `ADDRESS PROVIDER WAY`.
@@ -27,6 +27,9 @@ struct End {
     heap: Vec<u8>,
     bytes: Vec<u8>,
     key: Key,
+    /// Of our heap.
+    own: Key,
+    loan: Arc<Loan>,
     counter: Counter,
     ours: usize,
     posted: u16,
@@ -41,11 +44,12 @@ impl End {
             attach(beside, &offer, "the other process", &format!("fabric/{offer}"), Instant::now() + LIMIT)
                 .expect("up");
         let (mut heap, bytes) = (vec![0; LEN], vec![7; LEN]);
+        let loan = Arc::new(Loan::default());
         // SAFETY: the heap outlives the object.
-        let key = unsafe { placing.expose(&Extent::host(heap.as_mut_ptr(), LEN), &Arc::new(Loan::default())) };
+        let key = unsafe { placing.expose(&Extent::host(heap.as_mut_ptr(), LEN), &loan) };
         let (key, counter) = (key.expect("a key"), placing.count(PIECES_MAX).expect("a counter"));
         let _ = &mut stream;
-        Some(End { placing, heap, bytes, key, counter, ours: 0, posted: 0, arrived: 0 })
+        Some(End { placing, heap, bytes, key, own: key, loan, counter, ours: 0, posted: 0, arrived: 0 })
     }
 
     /// Exchanges keys over a second connection.
@@ -109,6 +113,13 @@ impl Drop for Doomed {
     }
 }
 
+impl Doomed {
+    fn signal(&self, signal: libc::c_int) {
+        // SAFETY: the child was not waited for.
+        assert_eq!(unsafe { libc::kill(self.0.id() as libc::pid_t, signal) }, 0);
+    }
+}
+
 fn spawn(provider: &str, way: &str) -> Option<(Doomed, End)> {
     offer(provider)?;
     let listener = TcpListener::bind("127.0.0.1:0").expect("listen");
@@ -153,6 +164,64 @@ fn killed(provider: &str, way: &str) {
     end.heap.fill(9);
     std::thread::sleep(Duration::from_millis(50));
     assert!(end.heap.iter().all(|byte| *byte == 9), "{provider}, {way}: written after the end");
+}
+
+/// Stops a peer that writes to us. It is no error by itself, and the peer goes on where it was; but memory that it may be
+/// writing stays lent until it has confirmed, or was named because it does not, and is quiet from then on, also once it
+/// goes on.
+fn stopped(provider: &str) {
+    let Some((mut child, mut end)) = spawn(provider, "out") else { return };
+    let mut lines = BufReader::new(child.0.stdout.take().expect("piped")).lines();
+    let until = |end: &mut End, arrived: u64| {
+        let start = Instant::now();
+        while end.arrived < arrived {
+            end.turn(false).expect("the peer is alive");
+            assert!(start.elapsed() < LIMIT, "{provider}: {} of {arrived} writes", end.arrived);
+        }
+    };
+    until(&mut end, 5);
+    assert!(lines.any(|line| line.is_ok_and(|line| line == "carries")), "the child has ended early");
+    child.signal(libc::SIGSTOP);
+    // All that is on its way arrives.
+    let (mut moved, start) = (Instant::now(), Instant::now());
+    while moved.elapsed() < Duration::from_millis(200) {
+        if end.turn(false).expect("a stopped peer is no error") {
+            moved = Instant::now();
+        }
+        assert!(start.elapsed() < LIMIT, "{provider}: it is not stopped");
+    }
+    child.signal(libc::SIGCONT);
+    let more = end.arrived + 5;
+    until(&mut end, more);
+
+    child.signal(libc::SIGSTOP);
+    let own = end.own;
+    assert_eq!(end.placing.revoke(&own), Revoked::OnceReturned, "{provider}: the peer writes by it");
+    end.loan.recall();
+    let start = Instant::now();
+    let error = loop {
+        assert!(!end.loan.is_returned(), "{provider}: returned while the peer may be writing");
+        if let Err(error) = end.turn(false) {
+            break error;
+        }
+        assert!(start.elapsed() < LIMIT, "{provider}: no error");
+    };
+    let took = start.elapsed();
+    eprintln!("{provider}: named after {took:?}: {error}");
+    assert!(took > Duration::from_secs(2) && took < Duration::from_secs(5), "{provider}: after {took:?}");
+    let text = error.to_string();
+    assert!(text.contains("the other process") && text.contains("did not confirm"), "{text}");
+    assert!(end.loan.is_returned(), "{provider}: with the endpoint ends the access");
+    end.heap.fill(9);
+    child.signal(libc::SIGCONT);
+    // It learns of the end, and exits; until then it writes.
+    child.0.wait().expect("the child ends");
+    assert!(end.heap.iter().all(|byte| *byte == 9), "{provider}: written after the end");
+}
+
+#[test]
+fn a_stopped_peer_is_named_once_memory_is_wanted_back() {
+    ["tcp", "net"].iter().for_each(|provider| stopped(provider));
 }
 
 #[test]
