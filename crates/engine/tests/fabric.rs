@@ -167,7 +167,7 @@ fn an_object_whose_connection_is_lost_says_what_to_do_and_that_works() {
     let (mut one, mut two) = objects(&ab, &ba, 2);
     write_once(&mut one, &mut two);
     let ours: Vec<RawFd> = sockets_at(rail).into_iter().filter(|fd| !before.contains(fd)).collect();
-    assert!(!ours.is_empty(), "a connection beside the endpoint");
+    assert!(!ours.is_empty(), "the companion connection");
     cut(ours[0]);
     let until_error = |object: &mut Box<dyn Placing>| {
         let start = Instant::now();
@@ -229,7 +229,7 @@ fn four_rails_carry_a_transfer_and_a_lost_one_comes_back() {
         if tag > 2 && now.iter().any(|(lane, bytes)| lane.contains(&names[3]) && *bytes > 1 << 20) {
             break;
         }
-        assert!(start.elapsed() < 2 * LIMIT, "the rail does not come back: {now:?}");
+        assert!(start.elapsed() < 2 * LIMIT, "the rail is not used again: {now:?}");
     }
     assert!(ab.is_alive());
 }

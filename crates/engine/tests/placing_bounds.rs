@@ -1,4 +1,4 @@
-//! What peers can make an end hold by objects of one-sided writes, of docs/design/trust.md: a hundred of them, and those that
+//! Bounds of what an end holds for objects of one-sided writes, of docs/design/trust.md: with a hundred peers, and those that
 //! leave and connect again. Alone in its process: descriptors are the process's.
 #![allow(unsafe_code)] // exposes memory of the tests, which outlives the objects
 
@@ -97,7 +97,7 @@ fn objects(victim: &Endpoint, peer: &Endpoint, index: u16) -> Objects {
     panic!("object {index} is not connected");
 }
 
-/// An object at both ends, with a write of the peer's, which is dropped with one in flight.
+/// An object at both ends, with writes by the peer, which is dropped with one in flight.
 fn life(victim: &Endpoint, peer: &Endpoint, index: u16) {
     const LEN: usize = 100_000;
     let mut heap = vec![0u8; LEN];

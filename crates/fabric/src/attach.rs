@@ -17,7 +17,7 @@ use crate::placing::FabricPlacing;
 use crate::port::{Port, queue_of};
 use crate::wire::{GREETING, INTRODUCTION, Introduction, PEER_WRITES};
 
-/// What to do when a connection is lost: keys are registrations of one device, so no other rail takes its writes.
+/// Advice for a lost connection: keys are registrations of one device, so no other rail takes its writes.
 const ADVICE: &str =
     "; an object over libfabric is not dialled again: while the endpoint is alive, open the object anew at both ends";
 

@@ -17,12 +17,12 @@ const LEN: usize = 9;
 pub(crate) enum Note {
     /// It knows the other's endpoint.
     Ready,
-    /// A write of the other's has arrived, and one of its own was completed.
+    /// A write by the other end has arrived, and one of its own was completed.
     Joined,
     /// Answer this once the completion queue was read.
     Probe(u64),
     Answer(u64),
-    /// It drops the object, having sent so many frames of a lane.
+    /// It drops the object, after that number of frames of a lane.
     Farewell(u64),
 }
 

@@ -41,7 +41,7 @@ const PAYLOAD_MAX: usize = 64 << 20;
 /// Long payloads of one direction that were announced and have not arrived.
 const LONG: usize = 16;
 /// Time for what was sent to be handed over when a lane is dropped, at most, and as long as nothing of it moves; and for
-/// what is on its way when the peer's was.
+/// what is in flight when the peer's was.
 const FLUSH_MAX: Duration = Duration::from_secs(2);
 const FLUSH_QUIET: Duration = Duration::from_millis(300);
 const DRAIN: Duration = Duration::from_millis(500);
@@ -624,7 +624,7 @@ impl Drop for FabricLane {
     fn drop(&mut self) {
         let began = Instant::now();
         let mut moved = began;
-        // What is queued goes to the provider, which is done with it once it is on its way.
+        // What is queued goes to the provider, which is done with it once it is in flight.
         while self.broken.is_none()
             && let Some(placing) = self.placing.as_mut()
             && !placing.has_handed_over()

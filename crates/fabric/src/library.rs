@@ -1,13 +1,15 @@
 //! The libfabric of this process: loaded at run time, or absent and why.
 #![allow(unsafe_code)]
 
-use std::ffi::{CStr, c_char, c_int};
+use std::ffi::c_int;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use crossrail_locks::{PerProcess, keeping_handlers};
+pub use crossrail_transport::library::Absent;
+use crossrail_transport::library::Foreign;
+pub(crate) use crossrail_transport::library::text;
 use crossrail_types::{Error, ErrorKind};
-use libloading::os::unix::{Library as UnixLibrary, RTLD_LOCAL, RTLD_NOW};
 
 use crate::raw::{self, Raw};
 
@@ -15,33 +17,20 @@ use crate::raw::{self, Raw};
 pub const SONAME: &str = "libfabric.so.1";
 /// The variable that names its file, or the folder that contains it.
 pub const VARIABLE: &str = "CROSSRAIL_FABRIC_LIBRARY";
-const FIX: &str = "apt install libfabric1 (Debian, Ubuntu), dnf install libfabric (Fedora, RHEL), or set CROSSRAIL_FABRIC_LIBRARY to \
-                   the library of the NIC's vendor, as /opt/amazon/efa/lib";
+const FOREIGN: Foreign = Foreign {
+    link: "fabric",
+    name: "libfabric",
+    soname: SONAME,
+    variable: VARIABLE,
+    fix: "apt install libfabric1 (Debian, Ubuntu), dnf install libfabric (Fedora, RHEL), or set CROSSRAIL_FABRIC_LIBRARY to \
+          the library of the NIC's vendor, as /opt/amazon/efa/lib",
+};
 
 /// libfabric as this process has loaded it. It stays loaded until the process ends.
 pub struct Library {
     pub(crate) raw: Raw,
     version: u32,
     path: PathBuf,
-}
-
-/// Why there is no libfabric here.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Absent {
-    /// The reason, in one line.
-    pub why: String,
-    /// Remedy.
-    pub fix: Option<String>,
-}
-
-impl From<Absent> for Error {
-    fn from(absent: Absent) -> Error {
-        let error = Error::new(ErrorKind::Unsupported, "fabric", absent.why);
-        match absent.fix {
-            Some(fix) => error.with_hint(fix),
-            None => error,
-        }
-    }
 }
 
 impl Library {
@@ -56,25 +45,10 @@ impl Library {
     }
 
     fn open(place: Option<&Path>) -> Result<Library, Absent> {
-        let path = match place {
-            Some(place) if place.is_dir() => place.join(SONAME),
-            Some(place) => place.to_owned(),
-            None => PathBuf::from(SONAME),
-        };
         // SAFETY: its initialisers read the environment and install handlers, which are replaced.
-        let opened = keeping_handlers(|| unsafe { UnixLibrary::open(Some(&path), RTLD_NOW | RTLD_LOCAL) });
-        let library = opened.map_err(|error| {
-            let text = std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string);
-            let why = match place {
-                Some(place) => format!("{VARIABLE}={}: {text}", place.display()),
-                None => format!("libfabric is not installed: {text}"),
-            };
-            Absent { why, fix: Some(FIX.to_owned()) }
-        })?;
-        let raw = Raw::new(library.into()).map_err(|name| Absent {
-            why: format!("{} has no function {name}", path.display()),
-            fix: Some(FIX.to_owned()),
-        })?;
+        let (library, path) = keeping_handlers(|| unsafe { FOREIGN.open(place) })?;
+        let raw =
+            Raw::new(library).map_err(|name| FOREIGN.absent(format!("{} has no function {name}", path.display())))?;
         // SAFETY: returns a number.
         let version = unsafe { (raw.fi_version)() };
         is_known(version)?;
@@ -130,23 +104,13 @@ fn is_known(version: u32) -> Result<(), Absent> {
     if version < raw::OLDEST {
         let why =
             format!("the libfabric found is {}; {} is the oldest that works", text_of(version), text_of(raw::OLDEST));
-        return Err(Absent { why, fix: Some(FIX.to_owned()) });
+        return Err(FOREIGN.absent(why));
     }
     Ok(())
 }
 
 pub(crate) fn text_of(version: u32) -> String {
     format!("{}.{}", version >> 16, version & 0xffff)
-}
-
-/// # Safety
-/// `text` must be null or a C string.
-pub(crate) unsafe fn text(text: *const c_char) -> String {
-    if text.is_null() {
-        return String::new();
-    }
-    // SAFETY: guaranteed by the caller.
-    unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
 }
 
 #[cfg(test)]

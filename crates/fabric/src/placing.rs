@@ -122,7 +122,7 @@ pub struct FabricPlacing {
     watch: Watch,
     /// Immediates without a write that have arrived: the hello is one.
     pub(crate) credits: u32,
-    /// What to do once it has failed; empty for a lane's, which is dialled again.
+    /// Advice for its failure; empty for that of a lane, which is dialled again.
     pub(crate) advice: &'static str,
     stats: [u64; 3],
 }

@@ -129,7 +129,7 @@ impl Outbox {
         }
     }
 
-    /// The peer has taken so many frames, by the low bits of their number. Older statements change nothing.
+    /// The number of frames that the peer has taken, by its low bits. Older statements change nothing.
     ///
     /// # Errors
     /// It has taken more than were posted.
@@ -154,7 +154,7 @@ pub(crate) struct Inbox {
     next: u32,
     /// Those of the following ones that have arrived.
     arrived: [bool; SLOTS],
-    /// The number of frames taken that the peer was told.
+    /// The number of frames taken that was reported to the peer.
     returned: u32,
 }
 
@@ -188,12 +188,12 @@ impl Inbox {
         self.next = self.next.wrapping_add(1);
     }
 
-    /// The number of frames taken, once the peer is to be told.
+    /// The number of frames taken, once it is due to be reported.
     pub(crate) fn due(&self) -> Option<u32> {
         (self.next.wrapping_sub(self.returned) >= RETURN_AT).then_some(self.next)
     }
 
-    /// The peer was told that number.
+    /// That number was reported.
     pub(crate) fn told(&mut self, taken: u32) {
         self.returned = taken;
     }

@@ -33,7 +33,7 @@ pub(crate) const PARTS_MAX: u16 = 460;
 const FRAME_BITS: u32 = 30;
 const CREDIT: u32 = 1 << 29;
 
-/// What an end needs to write into a registration of the other's.
+/// The means to write into a registration of the other end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Remote {
     pub(crate) key: u64,
@@ -107,9 +107,9 @@ pub(crate) fn credit_number(low: u32, near: u32) -> u32 {
 /// Content of a frame.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Frame {
-    /// Words of writes that were counted: as they came, or for a split one the word of its part 0.
+    /// Words of writes that were counted: as received, or for a split one the word of its part 0.
     Acks(Vec<u32>),
-    /// A write comes in `parts` parts under that slot and turn, and counts as `imm` then; `dropped`: as nothing, because
+    /// A write has `parts` parts under that slot and turn, and counts as `imm` then; `dropped`: as nothing, because
     /// its sender has stopped it.
     Split { slot: u16, turn: u8, parts: u16, dropped: bool, imm: u32 },
     /// The sender is about to write by that key for the first time.
@@ -199,7 +199,7 @@ pub(crate) const INTRODUCTION: usize = 96 + NAME_MAX;
 pub(crate) const GREETING: usize = 32;
 const MAGIC: [u8; 4] = *b"XRF1";
 
-/// What an end tells the other over the authenticated connection.
+/// An end's announcement over the authenticated connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Introduction {
     /// The provider's name, at most 32 bytes of it.

@@ -33,7 +33,7 @@ fn streams() -> (TcpStream, TcpStream) {
     (here, listener.accept().expect("accept").0)
 }
 
-/// What `join` makes of both ends of a connection.
+/// Both ends of a connection, each joined.
 fn both<T: Send>(join: impl Fn(TcpStream) -> T + Sync) -> (T, T) {
     let (here, there) = streams();
     std::thread::scope(|scope| {

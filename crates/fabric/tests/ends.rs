@@ -1,4 +1,4 @@
-//! How objects end over a real libfabric, and what is left of them.
+//! Ends of objects over a real libfabric, and all that they leave.
 #![allow(unsafe_code)] // exposes and writes the test's own memory, which outlives the objects
 
 mod common;
@@ -58,7 +58,7 @@ fn a_flood_of_notes_is_read_in_turns() {
         });
         while !over.load(Ordering::Acquire) {
             let start = Instant::now();
-            victim.poll(&mut |_| {}).expect("notes are no error");
+            victim.poll(&mut |_| {}).expect("notes are allowed");
             assert!(start.elapsed() < Duration::from_millis(500), "a poll took {:?}", start.elapsed());
         }
     });

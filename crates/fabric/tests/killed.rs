@@ -166,9 +166,9 @@ fn killed(provider: &str, way: &str) {
     assert!(end.heap.iter().all(|byte| *byte == 9), "{provider}, {way}: written after the end");
 }
 
-/// Stops a peer that writes to us. It is no error by itself, and the peer goes on where it was; but memory that it may be
+/// Stops a peer that writes to us. That alone is not an error, and the peer continues where it was; but memory that it may be
 /// writing stays lent until it has confirmed, or was named because it does not, and is quiet from then on, also once it
-/// goes on.
+/// continues.
 fn stopped(provider: &str) {
     let Some((mut child, mut end)) = spawn(provider, "out") else { return };
     let mut lines = BufReader::new(child.0.stdout.take().expect("piped")).lines();
@@ -182,10 +182,10 @@ fn stopped(provider: &str) {
     until(&mut end, 5);
     assert!(lines.any(|line| line.is_ok_and(|line| line == "carries")), "the child has ended early");
     child.signal(libc::SIGSTOP);
-    // All that is on its way arrives.
+    // All that is in flight arrives.
     let (mut moved, start) = (Instant::now(), Instant::now());
     while moved.elapsed() < Duration::from_millis(200) {
-        if end.turn(false).expect("a stopped peer is no error") {
+        if end.turn(false).expect("a stopped peer is not lost") {
             moved = Instant::now();
         }
         assert!(start.elapsed() < LIMIT, "{provider}: it is not stopped");

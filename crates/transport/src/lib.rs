@@ -21,6 +21,7 @@ mod doorbell;
 #[cfg(any(test, feature = "conformance"))]
 pub mod dry;
 mod lane;
+pub mod library;
 pub mod loopback;
 mod memory;
 #[cfg(all(test, loom))]

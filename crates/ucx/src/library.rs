@@ -3,21 +3,25 @@
 
 use std::collections::BTreeSet;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::OnceLock;
 
 use crossrail_locks::{PerProcess, keeping_handlers};
 use crossrail_transport::LaneError;
+pub use crossrail_transport::library::Absent;
+use crossrail_transport::library::{Foreign, text};
 use crossrail_types::{Error, ErrorKind, Log};
-use libloading::os::unix::{Library as UnixLibrary, RTLD_LOCAL, RTLD_NOW};
 
 use crate::raw::{self, Raw, Status};
 
-/// The name that the dynamic linker knows the library by.
-const NAME: &str = "libucp.so.0";
-/// What to do where there is none.
-const FIX: &str = "apt install libucx0 (Debian, Ubuntu), dnf install ucx (Fedora, RHEL), or pip install libucx-cu12 and set \
-                   CROSSRAIL_UCX_LIBRARY to its folder libucx/lib";
+const FOREIGN: Foreign = Foreign {
+    link: "ucx",
+    name: "UCX",
+    soname: "libucp.so.0",
+    variable: "CROSSRAIL_UCX_LIBRARY",
+    fix: "apt install libucx0 (Debian, Ubuntu), dnf install ucx (Fedora, RHEL), or pip install libucx-cu12 and set \
+          CROSSRAIL_UCX_LIBRARY to its folder libucx/lib",
+};
 /// The oldest version whose functions and constants are those that this crate uses.
 const OLDEST: (u32, u32) = (1, 12);
 
@@ -26,25 +30,6 @@ pub struct Library {
     pub(crate) raw: Raw,
     version: (u32, u32, u32),
     text: String,
-}
-
-/// Why there is no UCX here.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Absent {
-    /// The reason, in one line.
-    pub why: String,
-    /// What would help.
-    pub fix: Option<String>,
-}
-
-impl From<Absent> for Error {
-    fn from(absent: Absent) -> Error {
-        let error = Error::new(ErrorKind::Unsupported, "ucx", absent.why);
-        match absent.fix {
-            Some(fix) => error.with_hint(fix),
-            None => error,
-        }
-    }
 }
 
 impl Library {
@@ -59,24 +44,11 @@ impl Library {
     }
 
     fn open(place: Option<&Path>, log: Log) -> Result<Library, Absent> {
-        let path = match place {
-            Some(place) if place.is_dir() => place.join(NAME),
-            Some(place) => place.to_owned(),
-            None => PathBuf::from(NAME),
-        };
         // SAFETY: UCX's initialisers read the environment and install handlers, which are replaced.
-        let opened = keeping_handlers(|| unsafe { UnixLibrary::open(Some(&path), RTLD_NOW | RTLD_LOCAL) });
-        let library = opened.map_err(|error| {
-            let text = std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string);
-            let why = match place {
-                Some(place) => format!("CROSSRAIL_UCX_LIBRARY={}: {text}", place.display()),
-                None => format!("UCX is not installed: {text}"),
-            };
-            Absent { why, fix: Some(FIX.to_owned()) }
-        })?;
-        let raw = Raw::new(library.into()).map_err(|name| Absent {
-            why: format!("{} has no function {name}: it is older than UCX {}.{}", path.display(), OLDEST.0, OLDEST.1),
-            fix: Some(FIX.to_owned()),
+        let (library, path) = keeping_handlers(|| unsafe { FOREIGN.open(place) })?;
+        let raw = Raw::new(library).map_err(|name| {
+            let (major, minor) = OLDEST;
+            FOREIGN.absent(format!("{} has no function {name}: it is older than UCX {major}.{minor}", path.display()))
         })?;
         let mut version: (c_uint, c_uint, c_uint) = (0, 0, 0);
         // SAFETY: writes three numbers; the text is static.
@@ -130,14 +102,13 @@ impl std::fmt::Debug for Library {
 
 /// Whether the interface of that version is the one that this crate was written for.
 fn is_known(version: (u32, u32), text: &str) -> Result<(), Absent> {
-    let fix = Some(FIX.to_owned());
     let (major, minor) = OLDEST;
     if version.0 != major {
         let why = format!("the UCX found is {text}, of another major version than {major}");
-        return Err(Absent { why, fix });
+        return Err(FOREIGN.absent(why));
     }
     if version.1 < minor {
-        return Err(Absent { why: format!("the UCX found is {text}; {major}.{minor} is the oldest that works"), fix });
+        return Err(FOREIGN.absent(format!("the UCX found is {text}; {major}.{minor} is the oldest that works")));
     }
     Ok(())
 }
@@ -156,16 +127,6 @@ fn files_in(maps: &str) -> Vec<String> {
         name.starts_with("libucp.so") || name.starts_with("libucp-")
     };
     paths.filter(is_ucp).collect::<BTreeSet<_>>().into_iter().collect()
-}
-
-/// # Safety
-/// `text` must be null or a C string.
-unsafe fn text(text: *const c_char) -> String {
-    if text.is_null() {
-        return String::new();
-    }
-    // SAFETY: guaranteed by the caller.
-    unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
 }
 
 fn text_of(ptr: *const c_char, status: Status) -> String {

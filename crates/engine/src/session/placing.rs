@@ -85,9 +85,9 @@ struct Entry {
     rails: Vec<u16>,
 }
 
-/// How an object is reached by threads that do not drive it.
+/// The way to an object for threads that do not drive it.
 enum Way {
-    /// This end has not asked for it; the peer has made so many connections.
+    /// This end has not asked for it; the number of connections that the peer has made.
     Early(Arc<Door>, usize),
     /// Over TCP, or not known yet.
     Door(Weak<Door>),
