@@ -1,6 +1,7 @@
 use std::collections::VecDeque;
 
 use crate::feed::Piece;
+use crate::meter::Meter;
 use crate::{LaneSpec, Time};
 
 /// Minimum age of a chunk, in nanoseconds, before it counts as overdue, whatever it was expected to take.
@@ -62,11 +63,9 @@ pub(crate) struct Lane {
     /// When the peer last reported on it that it holds chunks of ours which it cannot consume yet.
     alive: Time,
     pub(crate) suspected: bool,
-    /// Bytes per second, 0 while unknown.
-    pub(crate) rate: u64,
-    /// Bytes acknowledged and not yet part of `rate`.
-    unmeasured: u64,
-    /// When chunks were last acknowledged.
+    /// Its chunks, as they are acknowledged.
+    meter: Meter,
+    /// When chunks were last acknowledged, or the lane came up.
     pub(crate) measured: Time,
     /// Its rail, and its place among the rail's connections; `None`: it is its rail's only one.
     pub(crate) place: Option<(u16, u16)>,
@@ -92,8 +91,7 @@ impl Lane {
             progress: now,
             alive: now,
             suspected: false,
-            rate: 0,
-            unmeasured: 0,
+            meter: Meter::over(0),
             measured: now,
             place: None,
             rank: 0,
@@ -126,6 +124,7 @@ impl Lane {
     pub(crate) fn send(&mut self, now: Time, op: u32, serial: u32, piece: Piece) {
         if self.sent.is_empty() {
             self.progress = now;
+            self.meter.begin(now);
         }
         self.sent.push_back(Sent { op, serial, piece, duplicated: false, at: now });
         self.sent_bytes += piece.len;
@@ -144,39 +143,35 @@ impl Lane {
     /// Takes `news` acknowledged chunks out of the window, each handed to `each`, and measures.
     pub(crate) fn release(&mut self, now: Time, news: u32, mut each: impl FnMut(Sent)) {
         let mut bytes = 0;
-        let mut since = self.progress;
-        for at in 0..news {
+        for _ in 0..news {
             let Some(sent) = self.sent.pop_front() else { break };
-            if at == 0 {
-                since = since.max(sent.at);
-            }
             bytes += sent.piece.len;
             each(sent);
         }
         self.sent_bytes -= bytes;
-        let elapsed = now.since(since);
-        self.unmeasured += bytes;
-        if elapsed > 0 && bytes > 0 {
-            let rate = (u128::from(std::mem::take(&mut self.unmeasured)) * 1_000_000_000 / u128::from(elapsed))
-                .clamp(1, 1 << 50) as u64;
-            self.rate = if self.rate == 0 { rate } else { (self.rate * 3 + rate) / 4 };
-        }
         if news > 0 {
+            self.meter.count(now, bytes);
             self.restart_silence_timer(now);
             self.measured = now;
         }
     }
 
+    /// Measured bytes per second, 0 while unknown.
+    pub(crate) fn rate(&self) -> u64 {
+        self.meter.rate()
+    }
+
     /// Estimated bytes per second at `now`, 0 while unknown. A chunk in flight for far longer than expected lowers the
     /// estimate: the lane has become slower, or was slow from the start.
     pub(crate) fn pace(&self, now: Time) -> u64 {
-        let Some(first) = self.sent.front() else { return self.rate };
+        let rate = self.meter.rate();
+        let Some(first) = self.sent.front() else { return rate };
         let elapsed = now.since(self.measured.max(first.at));
         if elapsed < OVERDUE_MIN {
-            return self.rate;
+            return rate;
         }
         let bound = (u128::from(first.piece.len) * 1_000_000_000 / u128::from(elapsed)).clamp(1, 1 << 50) as u64;
-        if self.rate == 0 || bound < self.rate / 2 { bound } else { self.rate }
+        if rate == 0 || bound < rate / 2 { bound } else { rate }
     }
 
     /// Restarts the silence timer: the peer has delivered something, or only now owes something.
@@ -342,7 +337,7 @@ mod tests {
         assert_eq!(l.pace(Time(1_000_000_000)), 1_000_000);
         l.acknowledge(1).unwrap();
         l.release(Time(1_000_000_000), 1, |_| {});
-        assert_eq!((l.rate, l.pace(Time(9_000_000_000))), (1_000_000, 1_000_000), "nothing is in flight");
+        assert_eq!((l.rate(), l.pace(Time(9_000_000_000))), (1_000_000, 1_000_000), "nothing is in flight");
         l.send(Time(9_000_000_000), 1, 1, Piece { offset: 0, len: 1_000_000, again: false });
         assert_eq!(l.pace(Time(10_500_000_000)), 1_000_000);
         assert_eq!(l.pace(Time(14_000_000_000)), 200_000);
@@ -356,6 +351,6 @@ mod tests {
             l.acknowledge(if at == 0 { 1 } else { 2 }).unwrap();
             l.release(Time(at + 1000), 1, |_| {});
         }
-        assert_eq!(l.rate, 1_000_000_000);
+        assert_eq!(l.rate(), 1_000_000_000);
     }
 }

@@ -22,6 +22,7 @@ mod feed;
 pub mod frame;
 mod lane;
 mod matcher;
+mod meter;
 mod peer;
 mod ramp;
 mod ranges;

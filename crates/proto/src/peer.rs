@@ -147,16 +147,23 @@ impl Peer {
     /// `eager` no byte of it goes with a first frame, in either direction, however few there are: chunks carry them.
     #[inline]
     pub fn start(&mut self, now: Time, op: OpId, what: Operation, len: u64, offer: Option<Offer>, eager: bool) {
-        self.leave_fast_path();
+        self.fast_path.invalidate();
         match self.control.refusal() {
             Some(why) => self.events.fail(op, why, 0, 0),
             None => self.outgoing.enqueue(Queued { op, what, len, offer, eager, at: now }),
         }
     }
 
+    /// True if a write of `len` bytes that starts now would be spread over several rails with other short operations.
+    /// For engines that could send the same bytes as an [`Operation::Put`], which would not.
+    pub fn spreads_write(&self, now: Time, len: u64) -> bool {
+        let in_flight = self.outgoing.short_bytes_to_come(self.lanes.spread_above());
+        self.lanes.spreads(now, len, in_flight, self.stream.load())
+    }
+
     /// A receive matched `arrival` of this peer ([`Matcher::post`]).
     pub fn accept(&mut self, now: Time, arrival: u32, op: OpId, capacity: u64) {
-        self.leave_fast_path();
+        self.fast_path.invalidate();
         let (_, incoming, unexpected, mut cx) = self.parts(now);
         let Some(Announced { their, tag, len, offer, number }) = unexpected.accept(arrival, op, capacity, &mut cx)
         else {
@@ -183,7 +190,7 @@ impl Peer {
     /// readable until its [`Event::Released`]: the peer would take a lane's filler for the region's bytes until it has
     /// heard of the failure, one round trip later. Direct copies, too, may touch the memory until then.
     pub fn region_gone(&mut self, now: Time, region: RegionRef) {
-        self.leave_fast_path();
+        self.fast_path.invalidate();
         let (outgoing, incoming, _, mut cx) = self.parts(now);
         let why = Failure::Region(RegionFault::Gone);
         incoming.end_writes(region, &why, &mut cx);
@@ -228,7 +235,7 @@ impl Peer {
     /// Finishes what is in flight, then sends a goodbye: [`Peer::idle`] is true once the peer has received it.
     /// Operations started later, at either end, fail with [`Failure::Closed`].
     pub fn close(&mut self, _now: Time) {
-        self.leave_fast_path();
+        self.fast_path.invalidate();
         self.control.close();
     }
 
@@ -238,7 +245,7 @@ impl Peer {
     /// Before this call the engine must have dropped all its lanes and abandoned its direct copies and unpacks: none of
     /// them may touch any memory.
     pub fn dead(&mut self, now: Time, why: Failure, matcher: &mut Matcher) {
-        self.leave_fast_path();
+        self.fast_path.invalidate();
         if self.control.die(&why) {
             self.accesses.forget_jobs();
             self.incoming.forget_jobs();

@@ -21,7 +21,7 @@ impl Peer {
         if let Some(placing) = self.place_expected(now, lane, head, host.matcher) {
             return placing;
         }
-        self.leave_fast_path();
+        self.fast_path.invalidate();
         match self.arrive(now, lane, head, host) {
             Ok(placing) => placing,
             Err(why) => {
@@ -90,7 +90,7 @@ impl Peer {
             if !self.peer_ops.may_open(their) {
                 return None;
             }
-            if self.stream.acknowledge(stamp.ack).ok()? {
+            if self.stream.acknowledge(now, stamp.ack).ok()? {
                 self.stream_progress(now);
             }
         }
@@ -110,7 +110,7 @@ impl Peer {
             }
             return Some(Placing::Message(Short { op, tag, bytes: u64::from(len), wire_ns: 0, lane: Some(lane) }));
         }
-        self.leave_fast_path();
+        self.fast_path.invalidate();
         self.peer_ops.open(their);
         self.lanes[at].placing = Placement::Stream;
         self.stream.hear(lane);
@@ -154,7 +154,7 @@ impl Peer {
         }
         if self.lanes[at].spec.reliable {
             self.confirmed(now, frame::ack(head))?;
-        } else if self.stream.acknowledge(frame::ack(head))? {
+        } else if self.stream.acknowledge(now, frame::ack(head))? {
             self.stream_progress(now);
         }
         if matches!(frame, Frame::Ack) {
@@ -378,7 +378,7 @@ impl Peer {
     /// `Err`: the peer broke the protocol, this is how: the lane must fail.
     #[inline]
     pub fn placed(&mut self, now: Time, lane: LaneId, control: &[u8], host: &mut Host<'_>) -> Result<(), String> {
-        self.leave_fast_path();
+        self.fast_path.invalidate();
         let Some(at) = self.lanes.find(lane) else { return Ok(()) };
         let result = match self.lanes[at].placing {
             Placement::None => return Ok(()),
@@ -644,7 +644,8 @@ impl Peer {
         };
         self.peer_ops.claim(op, PeerOp::Open)?;
         let of_lane = self.stream.lane().and_then(|l| self.lanes.find(l)).map(|at| &self.lanes[at].spec);
-        let eager = !chunks && host.regions.eager(region);
+        let apart = self.lanes.sends_apart(now, read.len, self.outgoing.short_bytes(), self.stream.load());
+        let eager = !chunks && !apart && host.regions.eager(region);
         let eager_max = of_lane.filter(|_| eager).map_or(0, |s| u64::from(s.eager_max.min(s.max_payload)));
         let descriptor = read.descriptor.filter(|_| read.len > 0);
         let serve = ServeOf { their: op, target, region, base: read.offset, len: read.len, descriptor, lane };

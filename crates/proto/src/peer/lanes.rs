@@ -7,6 +7,7 @@ use crossrail_types::LaneId;
 
 use crate::feed::{Piece, guided};
 use crate::lane::{Lane, Placement, Sent};
+use crate::meter::Meter;
 use crate::ramp::Ramp;
 use crate::{Config, LaneLoad, LaneSpec, Time};
 
@@ -62,6 +63,17 @@ pub(super) struct Left {
     pub(super) of_all: u64,
     /// Total bytes of these transfers, sent ones included.
     pub(super) waiting: u64,
+}
+
+/// Nanoseconds that short operations take less, by the measured rates.
+#[derive(Clone, Copy, Debug)]
+struct Gain {
+    /// Each of many, spread over the rails instead of all in the stream.
+    spread: u64,
+    /// One on the fastest rail instead of the slowest.
+    fastest: u64,
+    /// One on the fastest rail instead of in the stream; 0 unless that was loaded lately.
+    off_stream: u64,
 }
 
 /// The lanes that share what is left.
@@ -196,7 +208,7 @@ impl Lanes {
     /// What a lane carries at present.
     pub(super) fn load(&self, at: usize) -> LaneLoad {
         let lane = &self.all[at];
-        LaneLoad { chunks: lane.sent.len(), bytes: lane.sent_bytes, rate: lane.rate, waits: lane.waits() }
+        LaneLoad { chunks: lane.sent.len(), bytes: lane.sent_bytes, rate: lane.rate(), waits: lane.waits() }
     }
 
     /// Whether no lane has chunks in flight, or consumed ones to tell of.
@@ -369,28 +381,56 @@ impl Lanes {
     }
 
     /// The bytes of an eager message of `len` bytes should be sent apart from its announcement, as a chunk on any rail
-    /// with room. `in_flight`: outstanding bytes of such messages. `reliable`: the stream is on a reliable lane.
+    /// with room. `in_flight`: outstanding bytes of such messages. `stream`: whether its lane is reliable, and its rate
+    /// under load.
     #[inline]
-    pub(super) fn sends_apart(&self, now: Time, len: u64, in_flight: u64, reliable: bool) -> bool {
-        let Spread { min, max, .. } = self.spread;
-        min <= len && len <= max && !reliable && self.gains_apart(now, len, in_flight)
+    pub(super) fn sends_apart(&self, now: Time, len: u64, in_flight: u64, stream: (bool, &Meter)) -> bool {
+        self.may_spread(len, stream) && self.gains_apart(now, len, in_flight, stream)
     }
 
     #[inline(never)]
-    fn gains_apart(&self, now: Time, len: u64, in_flight: u64) -> bool {
-        let Spread { above, gain, .. } = self.spread;
-        let many = in_flight + len > above;
-        match self.gains(now, len) {
+    fn gains_apart(&self, now: Time, len: u64, in_flight: u64, stream: (bool, &Meter)) -> bool {
+        let many = in_flight + len > self.spread.above;
+        match self.gains(now, len, stream) {
             // The first ones measure the rails.
             None => many,
             // A message alone may be on the slowest: it must gain what a thread that wakes up costs.
-            Some((spread, fastest)) => many && spread >= gain || fastest >= 8 * gain,
+            Some(gain) => many && gain.spread >= self.spread.gain || gain.fastest >= 8 * self.spread.gain,
         }
     }
 
-    /// Nanoseconds that `len` bytes of many take less if spread over these rails than on the fastest of them; and that
-    /// such a message takes less on the fastest than on the slowest. `None`: not all were measured lately.
-    fn gains(&self, now: Time, len: u64) -> Option<(u64, u64)> {
+    /// The bytes of a short write should be sent apart: once the peer has consented, as a chunk. That takes a round
+    /// trip, which only pays off if many are in flight or the stream is on a slow rail. Arguments as those of
+    /// [`Lanes::sends_apart`].
+    #[inline]
+    pub(super) fn spreads(&self, now: Time, len: u64, in_flight: u64, stream: (bool, &Meter)) -> bool {
+        self.may_spread(len, stream) && self.gains_asked(now, len, in_flight, stream)
+    }
+
+    #[inline(never)]
+    fn gains_asked(&self, now: Time, len: u64, in_flight: u64, stream: (bool, &Meter)) -> bool {
+        let many = in_flight + len > self.spread.above;
+        match self.gains(now, len, stream) {
+            None => many,
+            Some(gain) => many && gain.spread >= self.spread.gain || gain.off_stream >= 16 * self.spread.gain,
+        }
+    }
+
+    #[inline]
+    fn may_spread(&self, len: u64, (reliable, _): (bool, &Meter)) -> bool {
+        self.spread.min <= len && len <= self.spread.max && !reliable
+    }
+
+    /// Bytes of short operations in flight above which they are spread.
+    pub(super) fn spread_above(&self) -> u64 {
+        self.spread.above
+    }
+
+    /// Gain of `len` bytes on other rails. `None`: not all were measured lately.
+    ///
+    /// If the stream was loaded lately, the rate that it reached counts: what a few chunks show of idle rails is more
+    /// than they carry in the long run where a shaper lets bursts pass.
+    fn gains(&self, now: Time, len: u64, stream: (bool, &Meter)) -> Option<Gain> {
         let (mut least, mut most, mut sum) = (u64::MAX, 0, 0);
         for lane in self.all.iter().filter(|lane| lane.is_first()) {
             let pace = lane.pace(now);
@@ -399,8 +439,10 @@ impl Lanes {
             }
             (least, most, sum) = (least.min(pace), most.max(pace), sum + pace);
         }
-        let [slow, fast, all] = [least, most, sum].map(|pace| takes(len, pace) as u64);
-        Some((fast - all, slow - fast))
+        let (loaded, measured) = (stream.1.rate(), stream.1.measured());
+        let whole = if loaded > 0 && now.since(measured) < PROBE_EVERY { loaded.min(most) } else { most };
+        let [whole, slow, fast, all] = [whole, least, most, sum].map(|pace| takes(len, pace) as u64);
+        Some(Gain { spread: whole.saturating_sub(all), fastest: slow - fast, off_stream: whole - fast })
     }
 
     /// See [`crate::Peer::keep_messages_whole`].

@@ -24,7 +24,7 @@ pub(super) struct Violations {
 impl Peer {
     /// A lane is there. One that comes back comes back under a new id.
     pub fn lane_up(&mut self, now: Time, spec: LaneSpec) {
-        self.leave_fast_path();
+        self.fast_path.invalidate();
         if matches!(self.control.phase(), Phase::Dead(_)) || self.lanes.find(spec.id).is_some() {
             return;
         }
@@ -66,7 +66,7 @@ impl Peer {
 
     /// The lane is gone, or given up: the engine has let go of it, no byte moves on it any more.
     pub fn lane_down(&mut self, now: Time, lane: LaneId) {
-        self.leave_fast_path();
+        self.fast_path.invalidate();
         let Some(at) = self.lanes.find(lane) else { return };
         let mut dead = self.lanes.remove(at);
         self.violations.gone = self.violations.gone.wrapping_add(dead.consumed());
@@ -91,7 +91,7 @@ impl Peer {
 
     /// Answer to [`Event::Suspect`]: bytes do move on it; wait on.
     pub fn lane_alive(&mut self, now: Time, lane: LaneId) {
-        self.leave_fast_path();
+        self.fast_path.invalidate();
         if let Some(at) = self.lanes.find(lane) {
             self.lanes[at].restart_silence_timer(now);
         }
@@ -100,7 +100,7 @@ impl Peer {
     /// Schedules a repeated acknowledgement on the lane, so that the peer's kernel has something to acknowledge if the
     /// link lives. For a suspect with nothing in flight.
     pub fn probe(&mut self, lane: LaneId) {
-        self.leave_fast_path();
+        self.fast_path.invalidate();
         if let Some(at) = self.lanes.find(lane) {
             self.lanes[at].force_ack();
         }
@@ -116,7 +116,7 @@ impl Peer {
 
     /// Looks for silent lanes, and sees to it that what is owed goes out before the caller sleeps.
     pub fn on_timeout(&mut self, now: Time) {
-        self.leave_fast_path();
+        self.fast_path.invalidate();
         self.flush();
         self.duplicate_late(now);
         for at in 0..self.lanes.len() {
@@ -187,7 +187,7 @@ impl Peer {
     /// What a lane brought had been changed on the way, and it is about to go down: alone, unless lanes have failed
     /// this way time after time with nothing in between that made sense.
     pub fn corrupted(&mut self, why: &str) {
-        self.leave_fast_path();
+        self.fast_path.invalidate();
         if self.count_violation(self.violations.gone) > VIOLATIONS_MAX {
             self.control.break_off(why.to_owned(), &mut self.events);
         }

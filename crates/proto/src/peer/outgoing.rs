@@ -21,6 +21,15 @@ use crate::{
 
 use entry::{AfterStop, Kind, Outgoing, Serve, Stage};
 
+/// Longest write or read that counts as short: one frame carries it.
+const SHORT_MAX: u64 = 64 << 10;
+
+/// The length, if it is short.
+#[inline]
+fn if_short(len: u64) -> u64 {
+    if len <= SHORT_MAX { len } else { 0 }
+}
+
 /// An operation that waits for credit or for the lane.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Queued {
@@ -74,6 +83,8 @@ pub(super) struct OutgoingOps {
     follow: Option<(u32, u32)>,
     /// Number of messages sent without consent so far.
     unasked: u32,
+    /// Bytes of short writes and of short reads that we serve, while they are in the table.
+    short_bytes: u64,
 }
 
 impl OutgoingOps {
@@ -115,6 +126,24 @@ impl OutgoingOps {
     #[inline]
     pub(super) fn must_follow(&self) -> bool {
         self.follow.is_some()
+    }
+
+    /// Outstanding bytes of short writes and of short reads that we serve.
+    #[inline]
+    pub(super) fn short_bytes(&self) -> u64 {
+        self.short_bytes
+    }
+
+    /// [`OutgoingOps::short_bytes`] and those of operations that have not begun, up to `enough`.
+    pub(super) fn short_bytes_to_come(&self, enough: u64) -> u64 {
+        let mut sum = self.short_bytes;
+        for queued in &self.queue {
+            if sum >= enough {
+                break;
+            }
+            sum += if_short(queued.len);
+        }
+        sum
     }
 
     fn next_serial(&mut self) -> u32 {
@@ -164,6 +193,7 @@ impl OutgoingOps {
         short: bool,
     ) -> u32 {
         let serial = self.next_serial();
+        self.short_bytes += if_short(of.len);
         let mut outgoing = Outgoing::new(of.op, Kind::Write, of.len, serial, of.at, lane);
         if short {
             outgoing.stage = Stage::Eager;
@@ -283,6 +313,9 @@ impl OutgoingOps {
     fn close(&mut self, index: u32, result: Result<(), Failure>, cx: &mut Context<'_>) {
         let mut outgoing = self.table.remove(index as usize);
         let op = outgoing.op;
+        if outgoing.kind == Kind::Write {
+            self.short_bytes -= if_short(outgoing.len);
+        }
         let short = outgoing.stage == Stage::Eager || outgoing.seq.is_some() || outgoing.long().took_bytes;
         cx.credit.give_back(if short && outgoing.kind == Kind::Send { outgoing.len } else { 0 });
         let left = outgoing.seq.is_some_and(|seq| cx.stream.leave(seq));
@@ -445,6 +478,7 @@ impl OutgoingOps {
     pub(super) fn serve(&mut self, read: ServeOf, eager_max: u64, cx: &mut Context<'_>) -> u32 {
         let ServeOf { their, target, region, base, len, descriptor, lane } = read;
         let passive = cx.accesses.begin();
+        self.short_bytes += if_short(len);
         let op = OpId { index: u32::MAX, generation: u32::MAX };
         let mut outgoing = Outgoing::new(op, Kind::Serve, len, self.next_serial(), cx.now, lane);
         outgoing.long_mut().serve = Some(Serve { region, base, their, target, passive });
@@ -499,6 +533,7 @@ impl OutgoingOps {
 
     fn close_serve(&mut self, index: u32, cx: &mut Context<'_>) {
         let outgoing = self.table.remove(index as usize);
+        self.short_bytes -= if_short(outgoing.len);
         let Some(Serve { region, their, passive, .. }) = outgoing.long().serve else { return };
         let memory = outgoing.memory();
         let left = outgoing.seq.is_some_and(|seq| cx.stream.leave(seq));

@@ -38,7 +38,7 @@ impl Peer {
     /// [`Peer::next`], with chunks of at most `most` bytes: the first of a lane that waits for the bytes of each.
     #[inline]
     pub fn next_within(&mut self, now: Time, lane: LaneId, most: u64) -> Option<Out> {
-        self.leave_fast_path();
+        self.fast_path.invalidate();
         let at = self.lanes.find(lane)?;
         if self.lanes[at].owes() && matches!(self.control.phase(), Phase::Live | Phase::Closed) {
             let count = self.lanes[at].take_ack();
@@ -180,7 +180,7 @@ impl Peer {
         if !self.credit.is_ahead(count) || !self.control.live() || self.confirm(now, count, ended) {
             return Ok(());
         }
-        self.leave_fast_path();
+        self.fast_path.invalidate();
         let why = self.credit.too_many(count);
         self.control.break_off(why.clone(), &mut self.events);
         Err(why)
@@ -234,7 +234,7 @@ impl Peer {
         let at = self.lanes.find(lane)?;
         let spec = &self.lanes[at].spec;
         if !self.is_clear(at)
-            || self.lanes.sends_apart(now, len, self.credit.bytes(), self.stream.reliable())
+            || self.lanes.sends_apart(now, len, self.credit.bytes(), self.stream.load())
             || !self.credit.permits(len, u64::from(spec.eager_max.min(spec.max_payload)))
         {
             return None;
@@ -318,7 +318,7 @@ impl Peer {
     /// Owed acknowledgements go out with the next [`Peer::next`], alone if need be. For before a sleep or a long
     /// absence; [`Peer::on_timeout`] does it, too.
     pub fn flush(&mut self) {
-        self.leave_fast_path();
+        self.fast_path.invalidate();
         let owes = self.owes();
         self.control.urge(owes);
     }
@@ -442,11 +442,15 @@ impl Peer {
             && short
             && self.credit.permits_bytes(len)
         {
-            if self.lanes.sends_apart(now, len, self.credit.bytes(), self.stream.reliable()) {
+            if self.lanes.sends_apart(now, len, self.credit.bytes(), self.stream.load()) {
                 return self.send_apart(now, at, queued, tag);
             }
             return eager_out(self.eager(now, at, op, tag, len, started), op, len);
         }
+        // A put stays in the stream: the next frame may name what it brings.
+        let whole = !matches!(what, Operation::Write { .. })
+            || !self.lanes.spreads(now, len, self.outgoing.short_bytes(), self.stream.load());
+        let short = short && whole;
         let done = self.control.take_done();
         self.credit.take(0);
         let what = match what {
@@ -496,12 +500,6 @@ impl Peer {
         let frame = Frame::Announce { op, tag, offer: false, unasked: true };
         let announce = Announce { len: queued.len, offer: None, number: Some(number) };
         self.seal(now, at, frame, Body::from(frame::encode_announce(&announce)), done).0
-    }
-
-    /// Turns the fast path off; see [`FastPath::invalidate`].
-    #[inline]
-    pub(super) fn leave_fast_path(&mut self) {
-        self.fast_path.invalidate();
     }
 
     /// Turns the fast path on if its preconditions hold; see [`FastPath`].

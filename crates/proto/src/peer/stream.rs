@@ -5,10 +5,17 @@ use crossrail_types::LaneId;
 use super::lanes::Lanes;
 use super::open::Open;
 use crate::frame::{self, Frame, Stamp};
-use crate::{Body, Out};
+use crate::meter::Meter;
+use crate::{Body, Out, Time};
 
 /// Messages sent and not acknowledged before new ones wait.
 const RETAINED_MAX: usize = 16 << 10;
+
+/// Bytes in flight with which the lane is busy, so that its rate shows.
+const LOADED: u64 = 64 << 10;
+
+/// Nanoseconds under load over which its rate is averaged.
+const AVERAGED: u64 = 2_000_000;
 
 /// The sequenced messages of both directions, which survive the lanes that carry them.
 ///
@@ -16,7 +23,7 @@ const RETAINED_MAX: usize = 16 << 10;
 /// from the first unacknowledged one when their lane dies. Incoming: every lane carries consecutive numbers starting
 /// at or before the one expected, so a frame is new, a repetition, or a violation; nothing is ever held back. What
 /// comes late from a lane that the stream has left is told by its epoch, and ignored: it came or will come again.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Stream {
     /// The lane that carries our messages, if one is there.
     lane: Option<LaneId>,
@@ -28,6 +35,11 @@ pub(super) struct Stream {
     /// Frames before this one have been consumed by the peer (or cannot get lost).
     acked: u32,
     retained: VecDeque<Out>,
+    /// Bytes of their payloads.
+    retained_bytes: u64,
+    /// The lane's rate while it is loaded, and whether it has been since the last acknowledgement.
+    meter: Meter,
+    loaded: bool,
     /// Index in `retained` of the next frame to send again.
     resend: usize,
     /// Frames before this one may have been sent twice.
@@ -44,6 +56,30 @@ pub(super) struct Stream {
     heard: Option<LaneId>,
     /// The frame whose payload is coming in.
     open: Option<Open>,
+}
+
+impl Default for Stream {
+    fn default() -> Stream {
+        Stream {
+            lane: None,
+            reliable: false,
+            draining: false,
+            next: 0,
+            acked: 0,
+            retained: VecDeque::new(),
+            retained_bytes: 0,
+            meter: Meter::over(AVERAGED),
+            loaded: false,
+            resend: 0,
+            twice: 0,
+            expected: 0,
+            epoch: 0,
+            their_epoch: 0,
+            owed: 0,
+            heard: None,
+            open: None,
+        }
+    }
 }
 
 /// What an incoming number means.
@@ -172,11 +208,18 @@ impl Stream {
         self.fragile() && self.lane.is_some()
     }
 
+    /// The lane's reliability, and its rate under load.
+    #[inline]
+    pub(super) fn load(&self) -> (bool, &Meter) {
+        (self.reliable, &self.meter)
+    }
+
     /// Moves to `lane`; everything unacknowledged is sent again there.
     pub(super) fn move_to(&mut self, lane: Option<LaneId>, reliable: bool) {
         self.lane = lane;
         self.reliable = reliable;
         self.draining = false;
+        (self.meter, self.loaded) = (Meter::over(AVERAGED), false);
         self.epoch = self.epoch.wrapping_add(1);
         self.resend = 0;
         if !self.retained.is_empty() {
@@ -218,6 +261,7 @@ impl Stream {
         self.acknowledges();
         if self.reliable {
             self.retained.pop_front();
+            self.retained_bytes -= u64::from(out.head.payload_len());
             self.acked = self.acked.wrapping_add(1);
         } else {
             self.resend += 1;
@@ -252,12 +296,13 @@ impl Stream {
     #[inline]
     pub(super) fn retain(&mut self, out: &Out) {
         self.retained.push_back(*out);
+        self.retained_bytes += u64::from(out.head.payload_len());
         self.resend = self.retained.len();
     }
 
     /// An acknowledgement: `Ok(true)` if it was news, `Err` if it is for frames never sent.
     #[inline]
-    pub(super) fn acknowledge(&mut self, ack: u32) -> Result<bool, String> {
+    pub(super) fn acknowledge(&mut self, now: Time, ack: u32) -> Result<bool, String> {
         let news = ack.wrapping_sub(self.acked) as i32;
         if news <= 0 {
             return Ok(false);
@@ -266,7 +311,14 @@ impl Stream {
         if news > self.retained.len() {
             return Err("acknowledgement of messages that were not sent".to_owned());
         }
-        self.retained.drain(..news);
+        let bytes = self.retained.drain(..news).map(|out| u64::from(out.head.payload_len())).sum();
+        if self.loaded {
+            self.meter.count(now, bytes);
+        } else {
+            self.meter.begin(now);
+        }
+        self.retained_bytes -= bytes;
+        self.loaded = self.retained_bytes >= LOADED;
         self.resend = self.resend.saturating_sub(news);
         self.acked = ack;
         Ok(true)
@@ -282,6 +334,7 @@ impl Stream {
         let at = seq.wrapping_sub(self.acked) as usize;
         let Some(out) = self.retained.get_mut(at) else { return false };
         let (ack, done) = (frame::ack(&out.head), frame::done(&out.head));
+        self.retained_bytes -= u64::from(out.head.payload_len());
         out.head = frame::encode_head(&Frame::Nothing, 0);
         out.body = Body::None;
         frame::seal(&mut out.head, seq, ack, done);
@@ -291,6 +344,7 @@ impl Stream {
     /// Forgets what we sent: nobody listens any more.
     pub(super) fn silence(&mut self) {
         self.retained.clear();
+        self.retained_bytes = 0;
         self.resend = 0;
         self.acked = self.next;
     }
@@ -391,14 +445,14 @@ mod tests {
         for expected in 0..4 {
             assert_eq!(send(&mut s), expected);
         }
-        assert_eq!(s.acknowledge(2), Ok(true));
-        assert_eq!(s.acknowledge(1), Ok(false));
-        assert!(s.acknowledge(9).is_err());
+        assert_eq!(s.acknowledge(Time(0), 2), Ok(true));
+        assert_eq!(s.acknowledge(Time(0), 1), Ok(false));
+        assert!(s.acknowledge(Time(0), 9).is_err());
         assert!(!s.resends());
         s.move_to(Some(LaneId(2)), false);
         let again: Vec<u32> = std::iter::from_fn(|| s.resend()).map(|out| frame::seq(&out.head)).collect();
         assert_eq!(again, [2, 3]);
-        assert_eq!(s.acknowledge(4), Ok(true));
+        assert_eq!(s.acknowledge(Time(0), 4), Ok(true));
         assert!(s.settled());
     }
 
@@ -430,7 +484,7 @@ mod tests {
         s.move_to(Some(LaneId(1)), false);
         send(&mut s);
         send(&mut s);
-        assert_eq!(s.acknowledge(1), Ok(true));
+        assert_eq!(s.acknowledge(Time(0), 1), Ok(true));
         assert!(s.settled());
         assert_eq!(s.classify(7, u32::MAX), Arrival::New);
         s.consumed(true);

@@ -20,7 +20,7 @@ use crate::{DirectId, Failure, Landed, Matcher, Memory, Protocol, Time};
 impl Peer {
     /// Cancels an operation that has not begun, so that the peer is never notified of it; false if there is none.
     pub fn withdraw(&mut self, op: OpId, why: &Failure) -> bool {
-        self.leave_fast_path();
+        self.fast_path.invalidate();
         let found = self.outgoing.withdraw(op);
         if found {
             self.events.fail(op, why.clone(), 0, 0);
@@ -105,7 +105,7 @@ impl Peer {
     }
 
     fn end_job(&mut self, now: Time, job: DirectId, done: Option<u64>) {
-        self.leave_fast_path();
+        self.fast_path.invalidate();
         let (outgoing, incoming, _, mut cx) = self.parts(now);
         match cx.accesses.end_job(job) {
             Some(JobOf::In(index)) => {
@@ -121,7 +121,7 @@ impl Peer {
 
     /// Asks the peer to push into what `descriptor` says while this end pulls; only for a job whose offer has a slot.
     pub fn direct_invite(&mut self, now: Time, job: DirectId, descriptor: [u8; 24]) {
-        self.leave_fast_path();
+        self.fast_path.invalidate();
         let (_, incoming, _, mut cx) = self.parts(now);
         if let Some(JobOf::In(index)) = cx.accesses.job(job) {
             incoming.invite(index, descriptor, &mut cx);
@@ -133,7 +133,7 @@ impl Peer {
     /// transfer is over. If the peer can't, [`Event::Direct`](crate::Event::Direct) asks this end once more. False, as
     /// then: this end has to copy.
     pub fn direct_lend(&mut self, now: Time, job: DirectId, descriptor: [u8; 24]) -> bool {
-        self.leave_fast_path();
+        self.fast_path.invalidate();
         let (_, incoming, _, mut cx) = self.parts(now);
         let Some(JobOf::In(index)) = cx.accesses.job(job) else { return false };
         let lent = incoming.lend(index, descriptor, &mut cx);
@@ -167,7 +167,7 @@ impl Peer {
     /// again with it. Until then this end sends heartbeats ([`Peer::on_timeout`]), and the peer's silence on that lane
     /// does not count.
     pub fn unplace(&mut self, now: Time, lane: LaneId) {
-        self.leave_fast_path();
+        self.fast_path.invalidate();
         let Some(at) = self.lanes.find(lane) else { return };
         if let Placement::Chunk { .. } = self.lanes[at].placing {
             self.lanes[at].placing = Placement::None;
@@ -178,7 +178,7 @@ impl Peer {
     /// In place of [`Peer::placed`], where a chunk's payload is complete in a slot. `None`: the transfer has no more
     /// use for it, the slot is free. `Err`: the peer broke the protocol, this is how: the lane must fail.
     pub fn landed(&mut self, now: Time, lane: LaneId) -> Result<Option<Landed>, String> {
-        self.leave_fast_path();
+        self.fast_path.invalidate();
         let Some(at) = self.lanes.find(lane) else { return Ok(None) };
         let Placement::Chunk { index, serial, offset, len, again } = self.lanes[at].placing else { return Ok(None) };
         self.lanes[at].placing = Placement::None;
@@ -198,7 +198,7 @@ impl Peer {
     /// The chunk's bytes are in the transfer's memory, its slot is free. May come in any order, and when the transfer
     /// or the lane is long gone.
     pub fn unpacked(&mut self, now: Time, landed: Landed) {
-        self.leave_fast_path();
+        self.fast_path.invalidate();
         let Some(ends) = self.take_off(&landed) else { return };
         let Landed { lane, offset, len, target, again } = landed;
         if !ends {
@@ -213,7 +213,7 @@ impl Peer {
     /// The chunk's bytes cannot be unpacked, and nothing is copied out of its slot any more: the transfer fails at both
     /// ends.
     pub fn unpack_failed(&mut self, now: Time, landed: Landed, why: String) {
-        self.leave_fast_path();
+        self.fast_path.invalidate();
         let Some(ends) = self.take_off(&landed) else { return };
         if let (false, Some(memory)) = (ends, self.incoming.memory(landed.target.index)) {
             self.fail(now, memory, why);
@@ -243,7 +243,7 @@ impl Peer {
     /// there fails with [`Failure::Device`], at both ends. Chunks of it that `next` has given out go as
     /// [`crate::frame::void`] says. Nothing happens where it is over.
     pub fn fail(&mut self, now: Time, memory: Memory, why: String) {
-        self.leave_fast_path();
+        self.fast_path.invalidate();
         let why = Failure::Device(why);
         match memory {
             Memory::Op(op) => {
@@ -267,7 +267,7 @@ impl Peer {
     pub fn fault(&mut self, now: Time, memory: Memory, why: String) {
         match memory {
             Memory::Op(op) if self.outgoing.is_eager(op) => {
-                self.leave_fast_path();
+                self.fast_path.invalidate();
                 let why = format!("the memory of a message in flight cannot be accessed: {why}");
                 self.control.break_off(why, &mut self.events);
             }

@@ -464,7 +464,7 @@ impl Transfers {
 }
 
 /// Makes one write of a notice and the rows of a short one, for which the peer makes memory, and its length. `None`:
-/// the rows are long, and the notice goes ahead of them.
+/// the rows are long, or better spread over several rails, and the notice goes ahead of them.
 fn pack(
     transfers: &mut Transfers,
     endpoint: EndpointId,
@@ -477,7 +477,11 @@ fn pack(
     let entry = transfers.tables.operations.op(op)?;
     let rows = entry.len();
     let Part { list, from, gpu: None } = entry.part()?.clone() else { return None };
-    let lane = transfers.tables.peers.get(endpoint)?.message_lane()?;
+    let peer = transfers.tables.peers.get(endpoint)?;
+    let lane = peer.message_lane()?;
+    if peer.protocol.spreads_write(transfers.tables.clock.now(), rows as u64) {
+        return None;
+    }
     let ahead = PUT_AHEAD + notice.len();
     let len = ahead + rows;
     if len > transfers.tables.lanes.get(lane)?.eager_max()

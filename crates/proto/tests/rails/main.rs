@@ -1,218 +1,15 @@
 //! How well one long transfer fills rails of different rates, in a model of links with buffers and latency:
 //! the protocol's own share of the loss, without any machine's noise.
 
+mod net;
+mod short;
+
 use std::cmp::Reverse;
-use std::collections::{BinaryHeap, VecDeque};
 
-use crossrail_proto::{
-    Access, Body, Config, Event, Host, LaneSpec, Matcher, Operation, Peer, Placing, Receipt, RegionFault, RegionKey,
-    RegionRef, Regions, Time, frame,
-};
-use crossrail_types::{EndpointId, Head, LaneId, OpId};
+use crossrail_proto::{Host, LaneSpec, Operation, Placing, Time, frame};
+use crossrail_types::{Head, LaneId, OpId};
 
-const TOTAL: u64 = 64 << 20;
-const LATENCY: u64 = 100_000;
-/// What the sender's kernel takes before the wire does.
-const BUFFER: u64 = 1 << 20;
-
-struct NoRegions;
-
-impl Regions for NoRegions {
-    fn resolve(&mut self, _: &RegionKey, _: u64, _: u64, _: Access) -> Result<RegionRef, RegionFault> {
-        Err(RegionFault::Gone)
-    }
-
-    fn alive(&self, _: RegionRef) -> bool {
-        false
-    }
-}
-
-struct Rail {
-    /// Bytes per second.
-    rate: u64,
-    /// Bytes that the sender's kernel and the queue before the wire take.
-    buffer: u64,
-    /// When the last byte accepted so far, each way, has left.
-    free: [u64; 2],
-    /// What is in flight, each way, in order.
-    flying: [VecDeque<(Head, Vec<u8>)>; 2],
-    dead: bool,
-}
-
-struct Net {
-    now: u64,
-    peers: [Peer; 2],
-    matchers: [Matcher; 2],
-    rails: Vec<Rail>,
-    /// When, which rail, from which end.
-    arrivals: BinaryHeap<Reverse<(u64, usize, usize)>>,
-    receipts: [Option<(u64, Receipt)>; 2],
-    /// Operations that have ended at each end.
-    ended: [usize; 2],
-    /// How often the ends look at a rail, in nanoseconds: everything that arrived meanwhile is found at once.
-    looks: Vec<u64>,
-    /// What a rail spends on each chunk, however short, in nanoseconds.
-    per_chunk: u64,
-}
-
-impl Net {
-    fn new(rates: &[u64]) -> Net {
-        Net::with(rates, |peer, spec| peer.lane_up(Time(0), spec))
-    }
-
-    /// Connections of one rail, of which two carry chunks at first.
-    fn of_one_rail(rates: &[u64]) -> Net {
-        Net::with(rates, |peer, spec| {
-            let place = (0, spec.id.0 as u16);
-            peer.lane_up_among(Time(0), spec, place, 2);
-        })
-    }
-
-    fn with(rates: &[u64], lane_up: impl Fn(&mut Peer, LaneSpec)) -> Net {
-        let mut peers = [Peer::new(EndpointId(1), Config::default()), Peer::new(EndpointId(0), Config::default())];
-        for peer in &mut peers {
-            for lane in 0..rates.len() {
-                let spec = LaneSpec {
-                    id: LaneId(lane as u32),
-                    reliable: false,
-                    messages: true,
-                    bulk: true,
-                    max_payload: 8 << 20,
-                    eager_max: 8 << 10,
-                    whole_max: 0,
-                    counts: false,
-                    cost_ns: lane as u64,
-                };
-                lane_up(peer, spec);
-            }
-        }
-        let rail =
-            |rate: &u64| Rail { rate: *rate, buffer: BUFFER, free: [0; 2], flying: Default::default(), dead: false };
-        Net {
-            now: 0,
-            peers,
-            matchers: [Matcher::new(), Matcher::new()],
-            rails: rates.iter().map(rail).collect(),
-            arrivals: BinaryHeap::new(),
-            receipts: [None, None],
-            ended: [0, 0],
-            looks: vec![1; rates.len()],
-            per_chunk: 0,
-        }
-    }
-
-    /// Every rail with room takes what it is given; when one of them will next have room.
-    fn pump(&mut self) -> Option<u64> {
-        let mut next = None;
-        for (at, rail) in self.rails.iter_mut().enumerate().filter(|(_, r)| !r.dead) {
-            for end in 0..2 {
-                loop {
-                    let queued =
-                        rail.free[end].saturating_sub(self.now) as u128 * u128::from(rail.rate) / 1_000_000_000;
-                    if queued >= u128::from(rail.buffer) {
-                        let room = self.now
-                            + ((queued - u128::from(rail.buffer) + 1) * 1_000_000_000 / u128::from(rail.rate)) as u64
-                            + 1;
-                        next = Some(next.map_or(room, |n: u64| n.min(room)));
-                        break;
-                    }
-                    let Some(out) = self.peers[end].next(Time(self.now), LaneId(at as u32)) else { break };
-                    let control = match out.body {
-                        Body::Inline { bytes, len } => bytes[..usize::from(len)].to_vec(),
-                        _ => Vec::new(),
-                    };
-                    let bytes = 32 + u64::from(out.head.payload_len());
-                    let spent = if out.chunk { self.per_chunk } else { 0 };
-                    let leaves = rail.free[end].max(self.now) + spent + bytes * 1_000_000_000 / rail.rate;
-                    rail.free[end] = leaves;
-                    rail.flying[end].push_back((out.head, control));
-                    let found = (leaves + LATENCY).next_multiple_of(self.looks[at]);
-                    self.arrivals.push(Reverse((found, at, end)));
-                }
-            }
-        }
-        next
-    }
-
-    fn arrive(&mut self, at: usize, from: usize) {
-        let Some((head, control)) = self.rails[at].flying[from].pop_front().filter(|_| !self.rails[at].dead) else {
-            return;
-        };
-        let to = 1 - from;
-        let (now, lane) = (Time(self.now), LaneId(at as u32));
-        let mut host = Host { matcher: &mut self.matchers[to], regions: &mut NoRegions };
-        match self.peers[to].place(now, lane, &head, &mut host) {
-            Placing::Discard => {}
-            Placing::Refuse(why) => panic!("refused: {why}"),
-            _ => self.peers[to].placed(now, lane, &control, &mut host).expect("placed"),
-        }
-    }
-
-    /// One message of `TOTAL` bytes; a rail may die on the way. Nanoseconds until its sender knows it arrived.
-    fn transfer(&mut self, death: Option<(u64, usize)>) -> u64 {
-        self.transfer_of(TOTAL, death)
-    }
-
-    fn transfer_of(&mut self, total: u64, death: Option<(u64, usize)>) -> u64 {
-        self.window(1, total, death)
-    }
-
-    /// Sends `messages` of `len` bytes at once; a rail may fail in between. Nanoseconds until the sender has every
-    /// confirmation.
-    fn window(&mut self, messages: usize, len: u64, mut death: Option<(u64, usize)>) -> u64 {
-        let began = self.now;
-        self.receipts = [None, None];
-        self.ended = [0, 0];
-        for index in 0..messages as u32 {
-            let op = OpId { index, generation: 0 };
-            assert!(self.matchers[1].post(op, 1, u64::MAX, None, len, true).is_none());
-            self.peers[0].start(Time(self.now), op, Operation::Send { tag: 1 }, len, None, true);
-        }
-        while self.ended != [messages; 2] {
-            let room = self.pump();
-            for end in 0..2 {
-                if self.peers[end].timeout().is_some_and(|at| at <= Time(self.now)) {
-                    self.peers[end].on_timeout(Time(self.now));
-                }
-                while let Some(event) = self.peers[end].event() {
-                    match event {
-                        Event::Done { result, .. } => {
-                            self.receipts[end] = Some((self.now, result.expect("the transfer succeeds")));
-                            self.ended[end] += 1;
-                        }
-                        // Its bytes do move.
-                        Event::Suspect { lane } => self.peers[end].lane_alive(Time(self.now), lane),
-                        _ => {}
-                    }
-                }
-            }
-            let arrival = self.arrivals.peek().map(|Reverse((when, ..))| *when);
-            // The engine looks again before long, whatever happens.
-            let then = [room, arrival, death.map(|d| began + d.0), Some(self.now + 50_000)];
-            self.now = then.into_iter().flatten().min().unwrap_or(self.now).max(self.now + 1);
-            if let Some((_, rail)) = death.take_if(|d| began + d.0 <= self.now) {
-                self.rails[rail].dead = true;
-                for peer in &mut self.peers {
-                    peer.lane_down(Time(self.now), LaneId(rail as u32));
-                }
-            }
-            while let Some(Reverse((when, at, from))) = self.arrivals.peek().copied() {
-                if when > self.now {
-                    break;
-                }
-                self.arrivals.pop();
-                self.arrive(at, from);
-            }
-        }
-        self.now - began
-    }
-
-    fn shares(&self) -> Vec<f64> {
-        let (_, receipt) = self.receipts[1].as_ref().expect("received");
-        let bytes = |lane| receipt.lanes.iter().find(|l| l.lane == LaneId(lane as u32)).map_or(0, |l| l.bytes);
-        (0..self.rails.len()).map(|lane| bytes(lane) as f64 / TOTAL as f64 * 100.0).collect()
-    }
-}
+use net::{BUFFER, GBIT, LATENCY, Net, OneRegion, Rail, TOTAL};
 
 /// Of the rails' rates together, how much transfers reach once two have shown what the rails can do.
 fn efficiency(rates: &[u64]) -> (f64, Vec<f64>) {
@@ -231,8 +28,6 @@ fn efficiency_with(rates: &[u64], change: impl FnOnce(&mut Net)) -> (f64, Vec<f6
     println!("{rates:?}: {:.3} of the sum, shares {:.1?}", ideal / worst, net.shares());
     (ideal / worst, net.shares())
 }
-
-const GBIT: u64 = 125_000_000;
 
 #[test]
 fn equal_rails_share_evenly() {
@@ -255,76 +50,6 @@ fn five_and_eight_rails_of_any_rates_fill() {
         let rates: Vec<u64> = eighths.iter().map(|part| part * GBIT / 8).collect();
         let (reached, shares) = efficiency(&rates);
         assert!(reached > 0.95, "{reached:.3} of the sum of {rates:?}, shares {shares:.1?}");
-    }
-}
-
-/// Windows of 64 eager messages, with the message stream on the slowest rail. Fraction of the sum of the rails' rates
-/// that they reach.
-fn messages_of(len: u64, rates: &[u64]) -> f64 {
-    messages_with(len, rates, |_| {})
-}
-
-fn messages_with(len: u64, rates: &[u64], change: impl Fn(&mut Peer)) -> f64 {
-    let mut net = Net::with(&[&rates[..1], rates].concat(), |peer, spec| {
-        let bulk = spec.id.0 > 0;
-        let cost_ns = if bulk { 1000 } else { 0 };
-        peer.lane_up(Time(0), LaneSpec { bulk, cost_ns, eager_max: 64 << 10, ..spec });
-        change(peer);
-    });
-    net.rails.iter_mut().for_each(|rail| rail.buffer = 256 << 10);
-    for _ in 0..20 {
-        net.window(64, len, None);
-    }
-    let took: u64 = (0..20).map(|_| net.window(64, len, None)).sum();
-    let reached = (20 * 64 * len) as f64 / (took as f64 / 1e9) / rates.iter().sum::<u64>() as f64;
-    println!("{len} bytes over {rates:?}: {reached:.3} of the sum");
-    reached
-}
-
-#[test]
-fn short_messages_fill_all_rails() {
-    for (len, reach) in [(64 << 10, 0.9), (32 << 10, 0.85), (16 << 10, 0.8)] {
-        for rates in [[2 * GBIT / 5, 4 * GBIT / 5, 8 * GBIT / 5, 16 * GBIT / 5], [GBIT; 4]] {
-            let reached = messages_of(len, &rates);
-            assert!(reached > reach, "{len} bytes: {reached:.3} of the sum of {rates:?}");
-        }
-    }
-}
-
-#[test]
-fn messages_that_are_kept_whole_use_the_rail_of_their_connection_alone() {
-    let reached = messages_with(64 << 10, &[GBIT; 4], Peer::keep_messages_whole);
-    assert!((0.2..=0.25).contains(&reached), "{reached:.3} of the sum of four rails");
-}
-
-/// One message alone takes no rail that is slow, once that is known, and costs no round trip more.
-#[test]
-fn a_message_alone_takes_a_fast_rail() {
-    let rates = [GBIT / 10, GBIT / 10, 2 * GBIT];
-    let mut net = Net::with(&rates, |peer, spec| {
-        let bulk = spec.id.0 > 0;
-        let cost_ns = if bulk { 1000 } else { 0 };
-        peer.lane_up(Time(0), LaneSpec { bulk, cost_ns, eager_max: 64 << 10, ..spec });
-    });
-    net.transfer_of(8 << 20, None);
-    let alone = |net: &mut Net| net.window(1, 64 << 10, None) - 2 * LATENCY;
-    let took: Vec<u64> = (0..8).map(|_| alone(&mut net)).collect();
-    let fast = (64 << 10) * 1_000_000_000 / rates[2];
-    println!("a message alone: {took:?} ns beyond the latency; {fast} ns on the fast rail");
-    assert!(took.iter().all(|took| *took < 2 * fast), "{took:?} ns, where the fast rail takes {fast} ns");
-}
-
-/// Messages and their order survive rails that die, whichever of them carried them.
-#[test]
-fn short_messages_survive_a_rail_that_dies() {
-    for rail in 0..4 {
-        let mut net = Net::with(&[GBIT; 4], |peer, spec| {
-            peer.lane_up(Time(0), LaneSpec { bulk: spec.id.0 > 0, eager_max: 64 << 10, ..spec });
-        });
-        net.window(64, 64 << 10, None);
-        let whole = net.window(64, 64 << 10, None);
-        let took = net.window(64, 64 << 10, Some((whole / 2, rail)));
-        assert!(took < 2 * whole, "{took} ns when rail {rail} dies, {whole} ns with all");
     }
 }
 
@@ -427,7 +152,7 @@ impl Net {
     /// Something that is no frame of an honest peer comes to `end` on that lane, which the engine drops then; whether
     /// the connection is broken off.
     fn violate(&mut self, end: usize, lane: LaneId, head: &Head) -> bool {
-        let mut host = Host { matcher: &mut self.matchers[end], regions: &mut NoRegions };
+        let mut host = Host { matcher: &mut self.matchers[end], regions: &mut OneRegion };
         let placing = self.peers[end].place(Time(self.now), lane, head, &mut host);
         assert!(matches!(placing, Placing::Refuse(_)), "{placing:?}");
         let broken = self.peers[end].failed().is_some();

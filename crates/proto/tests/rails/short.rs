@@ -1,0 +1,146 @@
+//! Short operations over several rails.
+
+use crossrail_proto::{LaneSpec, Peer, Time};
+
+use crate::net::{GBIT, Kind, LATENCY, Net};
+
+/// Of 0.4, 0.8, 1.6 and 3.2 Gbit/s.
+const UNEVEN: [u64; 4] = [2 * GBIT / 5, 4 * GBIT / 5, 8 * GBIT / 5, 16 * GBIT / 5];
+
+/// Windows of 64 short operations, with the message stream on the slowest rail. Fraction of the sum of the rails' rates
+/// that they reach, and the rails' parts of the last window.
+fn reached_by(kind: Kind, len: u64, rates: &[u64]) -> (f64, Vec<f64>) {
+    reached_with(kind, len, rates, |_| {})
+}
+
+fn reached_with(kind: Kind, len: u64, rates: &[u64], change: impl Fn(&mut Peer)) -> (f64, Vec<f64>) {
+    let mut net = Net::with(&[&rates[..1], rates].concat(), |peer, spec| {
+        let bulk = spec.id.0 > 0;
+        let cost_ns = if bulk { 1000 } else { 0 };
+        peer.lane_up(Time(0), LaneSpec { bulk, cost_ns, eager_max: 64 << 10, ..spec });
+        change(peer);
+    });
+    net.rails.iter_mut().for_each(|rail| rail.buffer = 256 << 10);
+    // Messages in windows, as a benchmark sends them; what one end does alone is continuous.
+    let (windows, each) = if kind == Kind::Send { (20, 64) } else { (1, 20 * 64) };
+    for _ in 0..windows {
+        net.window_of(kind, (each, len), None);
+    }
+    let took: u64 = (0..windows).map(|_| net.window_of(kind, (each, len), None)).sum();
+    let reached = (20 * 64 * len) as f64 / (took as f64 / 1e9) / rates.iter().sum::<u64>() as f64;
+    let parts: Vec<f64> = net.carried[1..].iter().map(|bytes| *bytes as f64 / (each as u64 * len) as f64).collect();
+    println!("{kind:?} of {len} bytes over {rates:?}: {reached:.3} of the sum, parts {parts:.2?}");
+    (reached, parts)
+}
+
+#[test]
+fn short_messages_fill_all_rails() {
+    for (len, reach) in [(64 << 10, 0.9), (32 << 10, 0.85), (16 << 10, 0.8)] {
+        for rates in [UNEVEN, [GBIT; 4]] {
+            let (reached, _) = reached_by(Kind::Send, len, &rates);
+            assert!(reached > reach, "{len} bytes: {reached:.3} of the sum of {rates:?}");
+        }
+    }
+}
+
+#[test]
+fn messages_that_are_kept_whole_use_the_rail_of_their_connection_alone() {
+    let (reached, _) = reached_with(Kind::Send, 64 << 10, &[GBIT; 4], Peer::keep_messages_whole);
+    assert!((0.2..=0.25).contains(&reached), "{reached:.3} of the sum of four rails");
+}
+
+/// One message alone takes no rail that is slow, once that is known, and costs no round trip more.
+#[test]
+fn a_message_alone_takes_a_fast_rail() {
+    let rates = [GBIT / 10, GBIT / 10, 2 * GBIT];
+    let mut net = Net::with(&rates, |peer, spec| {
+        let bulk = spec.id.0 > 0;
+        let cost_ns = if bulk { 1000 } else { 0 };
+        peer.lane_up(Time(0), LaneSpec { bulk, cost_ns, eager_max: 64 << 10, ..spec });
+    });
+    net.transfer_of(8 << 20, None);
+    let alone = |net: &mut Net| net.window(1, 64 << 10, None) - 2 * LATENCY;
+    let took: Vec<u64> = (0..8).map(|_| alone(&mut net)).collect();
+    let fast = (64 << 10) * 1_000_000_000 / rates[2];
+    println!("a message alone: {took:?} ns beyond the latency; {fast} ns on the fast rail");
+    assert!(took.iter().all(|took| *took < 2 * fast), "{took:?} ns, where the fast rail takes {fast} ns");
+}
+
+/// Messages and their order survive rails that die, whichever of them carried them.
+#[test]
+fn short_messages_survive_a_rail_that_dies() {
+    for rail in 0..4 {
+        let mut net = Net::with(&[GBIT; 4], |peer, spec| {
+            peer.lane_up(Time(0), LaneSpec { bulk: spec.id.0 > 0, eager_max: 64 << 10, ..spec });
+        });
+        net.window(64, 64 << 10, None);
+        let whole = net.window(64, 64 << 10, None);
+        let took = net.window(64, 64 << 10, Some((whole / 2, rail)));
+        assert!(took < 2 * whole, "{took} ns when rail {rail} dies, {whole} ns with all");
+    }
+}
+
+#[test]
+fn short_writes_and_reads_fill_all_rails() {
+    for (kind, len, reach) in [
+        (Kind::Write, 64 << 10, 0.85),
+        (Kind::Write, 16 << 10, 0.75),
+        (Kind::Read, 64 << 10, 0.9),
+        (Kind::Read, 16 << 10, 0.8),
+    ] {
+        for rates in [UNEVEN, [GBIT; 4]] {
+            let (reached, parts) = reached_by(kind, len, &rates);
+            assert!(reached > reach, "{kind:?} of {len} bytes: {reached:.3} of the sum of {rates:?}");
+            for (part, rate) in parts.iter().zip(rates) {
+                let own = rate as f64 / rates.iter().sum::<u64>() as f64;
+                assert!((part - own).abs() < 0.1, "{kind:?} of {len} bytes over {rates:?}: parts {parts:.2?}");
+            }
+        }
+    }
+}
+
+/// Every write announces its own end, and only that; puts keep their order, whatever goes over other rails.
+#[test]
+fn puts_stay_in_their_stream() {
+    let mut net = Net::with(&UNEVEN, |peer, spec| {
+        peer.lane_up(Time(0), LaneSpec { eager_max: 64 << 10, ..spec });
+    });
+    for _ in 0..4 {
+        net.window_of(Kind::Write, (64, 32 << 10), None);
+        let mut arrived = net.arrived.clone();
+        arrived.sort_unstable();
+        assert_eq!(arrived, (0..64).collect::<Vec<u32>>(), "each write announces its end once");
+    }
+    net.window_of(Kind::Put, (64, 32 << 10), None);
+    assert_eq!(net.arrived, (0..64).collect::<Vec<u32>>());
+    assert_eq!(net.carried, [0; 4], "no chunk");
+}
+
+/// A write alone, and few of them, need no consent: their bytes follow at once.
+#[test]
+fn few_short_writes_take_one_trip() {
+    let mut net = Net::with(&UNEVEN, |peer, spec| {
+        let cost_ns = 4 - u64::from(spec.id.0);
+        peer.lane_up(Time(0), LaneSpec { eager_max: 64 << 10, cost_ns, ..spec });
+    });
+    net.transfer_of(8 << 20, None);
+    for (writes, len) in [(1, 64 << 10), (4, 16 << 10), (64, 512)] {
+        let took = net.window_of(Kind::Write, (writes, len), None);
+        let on_the_wire = writes as u64 * (len + 100) * 1_000_000_000 / UNEVEN[3];
+        assert!(took < 2 * LATENCY + 2 * on_the_wire, "{writes} of {len} bytes: {took} ns");
+        assert_eq!(net.carried, [0; 4], "{writes} writes of {len} bytes go with their frames");
+    }
+}
+
+#[test]
+fn short_writes_and_reads_survive_a_rail_that_dies() {
+    for (kind, rail) in [Kind::Write, Kind::Read].into_iter().flat_map(|kind| (0..4).map(move |rail| (kind, rail))) {
+        let mut net = Net::with(&[GBIT; 4], |peer, spec| {
+            peer.lane_up(Time(0), LaneSpec { bulk: spec.id.0 > 0, eager_max: 64 << 10, ..spec });
+        });
+        net.window_of(kind, (64, 64 << 10), None);
+        let whole = net.window_of(kind, (64, 64 << 10), None);
+        let took = net.window_of(kind, (64, 64 << 10), Some((whole / 2, rail)));
+        assert!(took < 2 * whole, "{kind:?}: {took} ns when rail {rail} dies, {whole} ns with all");
+    }
+}
