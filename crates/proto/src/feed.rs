@@ -5,8 +5,9 @@ use crossrail_types::LaneId;
 use crate::frame::Target;
 use crate::{LaneShare, Time};
 
-/// Smallest chunk, unless less is left or the lane carries less.
+/// Smallest chunk, unless less is left, or the lane carries less or has a smaller part of the rest; and then.
 const CHUNK_MIN: u64 = 64 << 10;
+const PART_MIN: u64 = 16 << 10;
 /// Target duration of a chunk on its lane, in nanoseconds, where there are several lanes. Each chunk costs wake-ups and
 /// system calls at both ends, and a pack and an unpack for GPU memory: with shorter chunks this overhead dominates on
 /// fast lanes.
@@ -193,11 +194,11 @@ pub(crate) fn guided(left: u64, rate: u64, rates: u64, lanes: u64, chunk: u64, m
         if rates == 0 { left / lanes.max(1) } else { (u128::from(left) * u128::from(rate) / u128::from(rates)) as u64 };
     // A power of two, so that noise in the rate matters little.
     let worth = if lanes > 1 { (rate / (1_000_000_000 / CHUNK_TIME)).min(chunk).next_power_of_two() } else { 0 };
+    // A slow lane's part of a short transfer may be less than a chunk otherwise is.
+    let least = if rates == 0 { CHUNK_MIN } else { part.clamp(PART_MIN, CHUNK_MIN) }.max(worth).min(chunk);
     // A lone lane has nobody to finish together with. Whole pages, so that the memory's alignment is kept from chunk to
     // chunk.
-    let size = (if lanes > 1 { part / 4 } else { part.min(LONE.max(chunk / 4)) })
-        .clamp(CHUNK_MIN.max(worth).min(chunk), chunk)
-        & !4095;
+    let size = (if lanes > 1 { part / 4 } else { part.min(LONE.max(chunk / 4)) }).clamp(least, chunk) & !4095;
     size.max(4096.min(chunk)).min(max_payload).min(left)
 }
 
@@ -252,7 +253,11 @@ mod tests {
         let size = |left, rate| guided(left, rate, 100, 4, 2 << 20, 1 << 30);
         assert_eq!(size(1 << 30, 50), 2 << 20);
         assert!(size(8 << 20, 50) > size(8 << 20, 25));
-        assert_eq!(size(100 << 10, 1), 64 << 10);
+        assert_eq!(size(1 << 30, 1), 2 << 20);
+        assert_eq!(size(8 << 20, 1), 64 << 10);
+        assert_eq!(size(4 << 20, 1), 40 << 10, "its part");
+        assert_eq!(size(100 << 10, 1), 16 << 10, "more than its part");
+        assert_eq!(guided(100 << 10, 0, 0, 4, 2 << 20, 1 << 30), 64 << 10, "rates are not known");
         assert_eq!(size(1000, 1), 1000);
         assert_eq!(guided(8 << 20, 0, 0, 4, 2 << 20, 1 << 30), 512 << 10);
         assert_eq!(guided(8 << 20, 0, 0, 4, 2 << 20, 5000), 5000);

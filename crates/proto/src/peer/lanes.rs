@@ -83,8 +83,6 @@ struct Beside {
     /// The sum of their paces; 0: not all are measured.
     rates: u64,
     outstanding: u64,
-    /// Nanoseconds until the first of them would be done with all the rest alone.
-    soonest: u128,
 }
 
 impl Index<usize> for Lanes {
@@ -348,36 +346,37 @@ impl Lanes {
 
     /// The lanes among which the lane at `at` takes its part.
     fn beside(&self, now: Time, at: usize, left: Left) -> Beside {
-        let mut found = Beside { lanes: 0, rates: 0, outstanding: 0, soonest: u128::MAX };
+        let mut found = Beside { lanes: 0, rates: 0, outstanding: 0 };
         let mut measured = true;
-        let bulk = self.all[at].spec.bulk;
-        for l in self.all.iter().filter(|l| l.spec.bulk == bulk && !l.suspected && Self::shares(l, left.waiting)) {
-            let rate = l.pace(now);
+        for lane in self.sharing(at, left) {
+            let rate = lane.pace(now);
             found.lanes += 1;
             found.rates += rate;
-            found.outstanding += l.sent_bytes;
-            found.soonest = found.soonest.min(takes(l.sent_bytes + left.of_all, rate));
+            found.outstanding += lane.sent_bytes;
             measured &= rate > 0;
         }
         found.rates = if measured { found.rates } else { 0 };
         found
     }
 
-    /// The lane at `at` would finish `size` more bytes before the others finish all the rest.
+    fn sharing(&self, at: usize, left: Left) -> impl Iterator<Item = &Lane> {
+        let bulk = self.all[at].spec.bulk;
+        self.all.iter().filter(move |l| l.spec.bulk == bulk && !l.suspected && Self::shares(l, left.waiting))
+    }
+
+    /// The lane at `at` would finish `size` more bytes before all lanes together finish all the rest, or before any
+    /// other would finish those bytes.
     fn finishes_with(&self, now: Time, at: usize, size: u64, (left, beside): (Left, Beside)) -> bool {
-        let (lane, Beside { lanes, rates, outstanding, soonest }) = (&self.all[at], beside);
-        let pace = lane.pace(now);
-        if lanes > 1 && rates > 0 && lane.sent_bytes > 0 && !lane.suspected {
-            let alone = u128::from(lane.sent_bytes + size) * u128::from(rates);
-            let together = u128::from(left.of_all + outstanding) * u128::from(pace);
-            // Leave room for error: a sixteenth more than an even finish.
-            if alone > together + together / 16 {
-                return false;
-            }
+        let (lane, Beside { lanes, rates, outstanding }) = (&self.all[at], beside);
+        let unsure = lane.sent_bytes == 0 && now.since(lane.measured) >= PROBE_EVERY;
+        if lanes <= 1 || rates == 0 || lane.suspected || unsure {
+            return true;
         }
-        // Nor does one that has nothing to do take what another alone would have carried before it is done.
-        let idle = lanes > 1 && rates > 0 && lane.sent_bytes == 0 && now.since(lane.measured) < PROBE_EVERY;
-        !(idle && takes(size, pace) > soonest.saturating_mul(2))
+        let alone = takes(lane.sent_bytes + size, lane.pace(now));
+        let together = takes(left.of_all + outstanding, rates);
+        // One lane always takes what is left.
+        alone <= together
+            || self.sharing(at, left).all(|other| alone <= takes(other.sent_bytes + size, other.pace(now)))
     }
 
     /// The bytes of an eager message of `len` bytes should be sent apart from its announcement, as a chunk on any rail

@@ -144,3 +144,22 @@ fn short_writes_and_reads_survive_a_rail_that_dies() {
         assert!(took < 2 * whole, "{kind:?}: {took} ns when rail {rail} dies, {whole} ns with all");
     }
 }
+
+/// Transfers of some hundred kilobytes, as expert buffers make them, end when all rails end, not when the slowest does:
+/// a chunk of 64 KiB takes that three times as long as all rails take for all.
+#[test]
+fn transfers_of_few_chunks_are_not_paced_by_the_slowest_rail() {
+    for (len, most) in [(128 << 10, 2.5), (256 << 10, 1.6), (350 << 10, 1.5), (512 << 10, 1.3), (1 << 20, 1.15)] {
+        let mut net = Net::new(&UNEVEN);
+        net.rails.iter_mut().for_each(|rail| rail.buffer = 256 << 10);
+        net.transfer(None);
+        (0..20).for_each(|_| assert!(net.transfer_of(len, None) > 0));
+        // Less the announcement, the consent, the last chunk's way and the confirmation.
+        let took: u64 = (0..20).map(|_| net.transfer_of(len, None) - 4 * LATENCY).sum();
+        let times = took as f64 / (20 * len * 1_000_000_000 / UNEVEN.iter().sum::<u64>()) as f64;
+        let parts: Vec<f64> = net.carried.iter().map(|bytes| *bytes as f64 / len as f64).collect();
+        println!("{len} bytes: {times:.2} times what all rails take, parts {parts:.2?}");
+        assert!(times < most, "{len} bytes take {times:.2} times what all rails take, parts {parts:.2?}");
+        assert!(parts[0] < 0.09, "{len} bytes: parts {parts:.2?}");
+    }
+}
