@@ -249,9 +249,12 @@ impl Meeting {
             self.keep_accepted(endpoint);
         }
         self.accepted.lock().retain(|_, endpoint| endpoint.is_alive());
-        // Dial every rank that this one dials before waiting for others, so that no two ranks wait for each other.
+        let announcements = self.await_announcements(new, &mut deadline)?;
+        // Dial every rank that this one dials before waiting for others, so that no two ranks wait for each other. The
+        // nearest first: if all began with the same rank, it would serve all of them while the others wait.
+        let (dialled, dialling) = new.iter().zip(announcements).partition::<Vec<_>, _>(|(rank, _)| **rank > self.me);
         let mut connections: Vec<Connection> = Vec::with_capacity(new.len());
-        for (rank, announcement) in new.iter().zip(self.await_announcements(new, &mut deadline)?) {
+        for (rank, announcement) in dialling.into_iter().rev().chain(dialled) {
             let connection = match *rank < self.me {
                 true => self.dial(*rank, announcement, deadline),
                 false => {
@@ -270,6 +273,7 @@ impl Meeting {
                 })?,
             );
         }
+        connections.sort_unstable_by_key(|connection| connection.rank);
         Ok((connections, deadline))
     }
 
