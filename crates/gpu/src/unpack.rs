@@ -84,7 +84,7 @@ impl Unpacker {
             })?),
             UnpackMode::D2d | UnpackMode::Host => None,
         };
-        let buffer = || Ok(ListBuffer { done: Event::new(context)?, area: None, used: false });
+        let buffer = || Ok::<_, Error>(ListBuffer { done: Event::new(context)?, area: None, used: false });
         Ok(Unpacker {
             context: context.clone(),
             mode,
