@@ -12,7 +12,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from crossrail_tools.report import Row, averaged, format_bytes, format_rate
+from crossrail_tools.report.control import averaged
+from crossrail_tools.report.schema import Row
+from crossrail_tools.report.units import format_bytes, format_rate
 from harness import Effort, Outcome, Results, build, output
 
 PLAN = Path(__file__).parents[1] / "tests" / "data" / "plans" / "killed_and_replaced.json"

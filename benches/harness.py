@@ -16,8 +16,11 @@ from typing import Any
 
 from rich.console import Console
 
-from crossrail_tools.report import Report, Row, capture_environment, format_rate, table
+from crossrail_tools.report.environment import capture_environment
 from crossrail_tools.report.goals import COLUMNS, Figures, Outcome, judged, times
+from crossrail_tools.report.schema import Report, Row
+from crossrail_tools.report.tables import table
+from crossrail_tools.report.units import format_rate
 
 ROOT = Path(__file__).parents[1]
 MIB = 1 << 20

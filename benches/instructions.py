@@ -30,8 +30,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from crossrail_tools.report import capture_environment, format_size, write_text
+from crossrail_tools.report.environment import capture_environment
 from crossrail_tools.report.goals import Figures, judged
+from crossrail_tools.report.units import format_size
+from crossrail_tools.report.writing import write_text
 from harness import ROOT, Effort, Outcome, Results, build, changed_files
 
 BASELINE = ROOT / "benches" / "baseline.json"

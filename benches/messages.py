@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from crossrail_tools.report import format_rate, format_size
+from crossrail_tools.report.units import format_rate, format_size
 from harness import MIB, Effort, Outcome, Results, against, output
 
 

@@ -13,7 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "testbed"))
 from bed import EIGHT_MBIT, EQUAL_MBIT, UNEVEN_MBIT, Bed, why_not
 from ends import End, Pair, wait_for_traffic
 
-from crossrail_tools.report import Row, format_rate, format_size
+from crossrail_tools.report.schema import Row
+from crossrail_tools.report.units import format_rate, format_size
 from harness import MIB, Effort, Outcome, Results, against
 
 ETHERNET_PAYLOAD = 1448 / 1514

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from crossrail_tools.report import Row, format_rate
+from crossrail_tools.report.schema import Row
+from crossrail_tools.report.units import format_rate
 from harness import Effort, Outcome, Results, against
 
 ROWS = 10_000

@@ -21,7 +21,10 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from crossrail_tools.report import WriteError, capture_environment, compact, console, write_text
+from crossrail_tools.report.environment import capture_environment
+from crossrail_tools.report.packing import compact
+from crossrail_tools.report.tables import console
+from crossrail_tools.report.writing import WriteError, write_text
 from harness import Effort, Outcome, Results, refusal, show_goals
 from scenarios import SCENARIOS
 

@@ -14,7 +14,8 @@ from findings import ScenarioResults
 from judging import Outcome
 from sockets import RAILS
 
-from crossrail_tools.report import Row, counted, format_size
+from crossrail_tools.report.schema import Row
+from crossrail_tools.report.units import counted, format_size
 from harness import Effort
 
 FOLDER = "nccl-ep"

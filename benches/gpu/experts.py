@@ -11,8 +11,11 @@ from collections.abc import Sequence
 from findings import ScenarioResults
 from steps import gpu_count
 
-from crossrail_tools.report import PeerResult, Row, averaged, counted, format_bytes, median
+from crossrail_tools.report.control import averaged
 from crossrail_tools.report.goals import judged, times
+from crossrail_tools.report.schema import PeerResult, Row
+from crossrail_tools.report.stats import median
+from crossrail_tools.report.units import counted, format_bytes
 from harness import Effort, Outcome
 
 V1 = "deepep"

@@ -16,7 +16,8 @@ sys.path.insert(0, str(HERE.parent))
 from machine import describe  # noqa: E402
 from steps import gpu_count  # noqa: E402
 
-from crossrail_tools.report import Row, compact  # noqa: E402
+from crossrail_tools.report.packing import compact  # noqa: E402
+from crossrail_tools.report.schema import Row  # noqa: E402
 from harness import Results  # noqa: E402
 
 PEER_LIMIT_S = 60.0

@@ -29,7 +29,9 @@ from normal import normal  # noqa: E402
 from sockets import PLAIN, RAILS, SOCKETS, tcp  # noqa: E402
 from steps import gpu_count  # noqa: E402
 
-from crossrail_tools.report import Row, format_rate, format_size, median  # noqa: E402
+from crossrail_tools.report.schema import Row  # noqa: E402
+from crossrail_tools.report.stats import median  # noqa: E402
+from crossrail_tools.report.units import format_rate, format_size  # noqa: E402
 from harness import Effort  # noqa: E402
 
 MIB = 1 << 20

@@ -9,7 +9,7 @@ from experts import DROP_IN, V1
 from findings import ScenarioResults
 from steps import gpu_count
 
-from crossrail_tools.report import counted
+from crossrail_tools.report.units import counted
 from harness import Effort, Outcome
 
 GOALS_US = {"dispatch": 12.0, "combine": 8.0}

@@ -9,8 +9,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from crossrail_tools.report import Row, format_rate, format_size, median
 from crossrail_tools.report.goals import judged, times
+from crossrail_tools.report.schema import Row
+from crossrail_tools.report.stats import median
+from crossrail_tools.report.units import format_rate, format_size
 from harness import RATES, Outcome
 
 LATENCY_GOAL = 0.6

@@ -9,7 +9,8 @@ from judging import Outcome, rate_against
 from sharing import shared
 from steps import gpu_count
 
-from crossrail_tools.report import Row, format_rate
+from crossrail_tools.report.schema import Row
+from crossrail_tools.report.units import format_rate
 from harness import Effort
 
 GOALS_US = {True: 800.0, False: 1200.0}

@@ -10,7 +10,7 @@ from typing import Any
 
 from sharing import shared
 
-from crossrail_tools.report import capture_environment
+from crossrail_tools.report.environment import capture_environment
 
 FIELDS = ("name", "pci.bus_id", "memory.total", "memory.used", "driver_version", "clocks.sm", "clocks.mem")
 LIMIT_S = 20.0

@@ -15,8 +15,8 @@ from experts import DROP_IN, V1
 from findings import ScenarioResults
 from hosts import QUIET
 
-from crossrail_tools.report import counted
 from crossrail_tools.report.goals import judged, times
+from crossrail_tools.report.units import counted
 from harness import Effort, Outcome
 
 V2 = "deepep-v2"

@@ -34,7 +34,8 @@ from machine import describe  # noqa: E402
 from sharing import mps  # noqa: E402
 from steps import Result, Runner, Step, gpu_count, group_sizes, read_program, visible  # noqa: E402
 
-from crossrail_tools.report import compact, console  # noqa: E402
+from crossrail_tools.report.packing import compact  # noqa: E402
+from crossrail_tools.report.tables import console  # noqa: E402
 from harness import show_goals  # noqa: E402
 
 

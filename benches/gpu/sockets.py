@@ -9,7 +9,7 @@ from findings import ScenarioResults
 from judging import Outcome, staged, time_against
 from sharing import rank_devices, two_ranks
 
-from crossrail_tools.report import format_size
+from crossrail_tools.report.units import format_size
 from harness import Effort
 
 MIB = 1 << 20

@@ -26,8 +26,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from crossrail_tools.report import counted, with_lists
 from crossrail_tools.report.goals import COLUMNS, Outcome
+from crossrail_tools.report.packing import with_lists
+from crossrail_tools.report.units import counted
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"<!-- (?P<kind>\w+) of (?P<path>[\w./-]+)(?:: (?P<only>.+?))? -->\n(?P<old>.*?)<!-- end -->", re.S)

@@ -15,11 +15,12 @@ import shutil
 import sys
 from pathlib import Path
 
-from crossrail_tools.report import console, views
 from crossrail_tools.report.export import comma_separated, markdown, renderables
 from crossrail_tools.report.page.document import document
 from crossrail_tools.report.page.draw import colours_of, draw
 from crossrail_tools.report.sources import Source, read_sources
+from crossrail_tools.report.tables import console
+from crossrail_tools.report.viewing import views
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benches"))

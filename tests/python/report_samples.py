@@ -2,19 +2,8 @@
 
 from pathlib import Path
 
-from crossrail_tools.report import (
-    Environment,
-    Iteration,
-    Lane,
-    PeerResult,
-    Report,
-    Round,
-    Row,
-    Stages,
-    p2p_row,
-    with_peers,
-    with_samples,
-)
+from crossrail_tools.report.build import Round, p2p_row, with_peers, with_samples
+from crossrail_tools.report.schema import Environment, Iteration, Lane, PeerResult, Report, Row, Stages
 from crossrail_tools.report.sources import Source, parse_sources, read_sources
 
 

@@ -26,7 +26,8 @@ from crossrail_tools.cli.command_line import BENCHES, COMMANDS
 from crossrail_tools.cli.info import print_info
 from crossrail_tools.cli.point_to_point.channel import CONTROL_TAG
 from crossrail_tools.cli.point_to_point.driver import _other_ends
-from crossrail_tools.report import Report, Row, console
+from crossrail_tools.report.schema import Report, Row
+from crossrail_tools.report.tables import console
 
 COMMAND = [sys.executable, "-m", "crossrail"]
 LAUNCHERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

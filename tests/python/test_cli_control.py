@@ -22,7 +22,8 @@ from test_cli_command import COMMAND, children, clean_environment, gone, one_err
 import crossrail
 from crossrail_tools.cli import rank_process
 from crossrail_tools.cli.placement import Placement, shared_gpus
-from crossrail_tools.report import Report, averaged
+from crossrail_tools.report.control import averaged
+from crossrail_tools.report.schema import Report
 
 SMALL = ("bench", "control", "--num-processes=3", "--tokens=8", "--hidden=256")
 STEPS = ["init", "connect", "disconnect", "reconnect", "destroy"]

@@ -19,7 +19,7 @@ from crossrail_tools.cli.ep import elastic
 from crossrail_tools.cli.ep.plan import parse_plan
 from crossrail_tools.cli.placement import Placement
 from crossrail_tools.cli.processes import Message
-from crossrail_tools.report import PhaseFacts, Report, Row
+from crossrail_tools.report.schema import PhaseFacts, Report, Row
 
 PLANS = Path(__file__).parents[1] / "data" / "plans"
 SMALL = ("--tokens=16", "--hidden=256", "--experts-per-rank=2", "--iters=5", "--warmup=1")

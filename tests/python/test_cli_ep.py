@@ -20,7 +20,7 @@ from test_cli_command import COMMAND, children, clean_environment, one_error
 from test_cli_command import rows_of as bench_rows
 from test_cli_command import run as command
 
-from crossrail_tools.report import Report
+from crossrail_tools.report.schema import Report
 
 run = partial(command, "bench", "ep")
 SMALL = ("--tokens=16", "--hidden=256", "--experts-per-rank=4", "--iters=5", "--warmup=1", "--pin=none")

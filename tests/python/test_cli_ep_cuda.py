@@ -12,7 +12,7 @@ from test_cli_command import COMMAND, clean_environment, one_error
 from test_cli_command import rows_of as bench_rows
 from test_cli_command import run as command
 
-from crossrail_tools.report import Report, Row
+from crossrail_tools.report.schema import Report, Row
 
 FAKE = Path(__file__).parent / "fake_gpus"
 SMALL = ("--device=cuda", "--tokens=16", "--hidden=512", "--experts-per-rank=4", "--iters=5", "--warmup=1")

@@ -13,7 +13,7 @@ import pytest
 from test_cli_command import one_error, run
 
 from crossrail_tools.cli.info import print_cuda
-from crossrail_tools.report import console
+from crossrail_tools.report.tables import console
 
 
 def cuda_here() -> dict[str, Any]:

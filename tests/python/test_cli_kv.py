@@ -17,7 +17,7 @@ import crossrail
 from crossrail_tools.cli import kv_ends
 from crossrail_tools.cli.failure import Failure
 from crossrail_tools.cli.kv import dsv4
-from crossrail_tools.report import Report
+from crossrail_tools.report.schema import Report
 
 SMALL = ("--iters=2", "--warmup=1", "--rounds=2")
 

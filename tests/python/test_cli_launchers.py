@@ -16,7 +16,7 @@ from test_cli_command import COMMAND, clean_environment, one_error
 
 from crossrail_tools.cli.launcher import find_launch
 from crossrail_tools.cli.parsing import Parser
-from crossrail_tools.report import Report
+from crossrail_tools.report.schema import Report
 
 P2P = ("p2p", "--size=1M", "--iters=3")
 EP = ("ep", "--mode=dispatch", "--tokens=16", "--hidden=256", "--experts-per-rank=4", "--iters=3", "--warmup=1")

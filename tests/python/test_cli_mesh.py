@@ -18,7 +18,7 @@ from test_cli_command import run as command
 from crossrail_tools.cli.command_line import parse_arguments
 from crossrail_tools.cli.failure import UsageFailure
 from crossrail_tools.cli.placement import cpus_of, describe_pins
-from crossrail_tools.report import Report
+from crossrail_tools.report.schema import Report
 
 SMALL = ("--size=64K", "--iters=3", "--warmup=1")
 

@@ -13,7 +13,8 @@ import pytest
 from report_samples import bandwidth_report, latency_report
 from test_cli_command import one_error, run
 
-from crossrail_tools.report import Report, Round, with_samples
+from crossrail_tools.report.build import Round, with_samples
+from crossrail_tools.report.schema import Report
 
 
 @pytest.fixture

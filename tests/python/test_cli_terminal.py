@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from terminal import HIDE_CURSOR, SHOW_CURSOR, Terminal, plain, run_in_terminal
 
-from crossrail_tools.report import Report
+from crossrail_tools.report.schema import Report
 
 CROSSRAIL = [sys.executable, "-m", "crossrail"]
 ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"

@@ -34,7 +34,7 @@ from crossrail_tools.cli.top import STORE_S, TopOptions
 from crossrail_tools.cli.top.screen import Keyboard
 from crossrail_tools.cli.top.snapshot import Process, Snapshot, as_json, rates_between, verdicts
 from crossrail_tools.cli.top.tables import ERRORS, frequency, program_of, rendered
-from crossrail_tools.report import console
+from crossrail_tools.report.tables import console
 
 ROW_BYTES = 512
 

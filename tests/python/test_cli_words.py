@@ -10,7 +10,10 @@ from report_samples import environment
 from test_cli_command import one_error, run
 
 from crossrail._words import kind
-from crossrail_tools.report import RankTimes, Report, Row, console, counted, print_report
+from crossrail_tools.report.schema import RankTimes, Report, Row
+from crossrail_tools.report.tables import console
+from crossrail_tools.report.units import counted
+from crossrail_tools.report.viewing import print_report
 
 
 def test_one_is_singular() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from crossrail_tools.cli.command_line import parse_arguments
 from crossrail_tools.cli.ep.options import EpOptions
-from crossrail_tools.report import PeerResult, RankTimes, Row
+from crossrail_tools.report.schema import PeerResult, RankTimes, Row
 
 GPU = Path(__file__).parents[2] / "benches" / "gpu"
 sys.path[:0] = [str(GPU)]

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 import crossrail.nccl
-from crossrail_tools.report import PeerResult, Report, Row, capture_environment
+from crossrail_tools.report.environment import capture_environment
+from crossrail_tools.report.schema import PeerResult, Report, Row
 
 ROOT = Path(__file__).parents[2]
 GPU = ROOT / "benches" / "gpu"

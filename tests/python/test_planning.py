@@ -12,7 +12,7 @@ import pytest
 
 from crossrail_tools import planning
 from crossrail_tools.planning import CLUSTERS, MODELS, PUBLISHED, Cluster, Model, PlanError, Routing, plan
-from crossrail_tools.report import Report, Row
+from crossrail_tools.report.schema import Report, Row
 
 GPU = Path(__file__).parents[2] / "benches" / "results" / "gpu"
 H200 = CLUSTERS["h200"]

@@ -20,7 +20,7 @@ from test_sweep import sweep
 from crossrail_tools.cli.command_line import parse_arguments
 from crossrail_tools.cli.ep.plan import load_plan, parse_plan
 from crossrail_tools.cli.failure import Failure
-from crossrail_tools.report import WriteError
+from crossrail_tools.report.writing import WriteError
 
 ROOT = Path(__file__).parents[2]
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))

@@ -10,8 +10,8 @@ import pytest
 from report_samples import latency_report
 from test_cli_command import run
 
-from crossrail_tools.report import Row
 from crossrail_tools.report.comparing import ALPHA, compare, holm, mann_whitney
+from crossrail_tools.report.schema import Row
 
 
 @pytest.mark.parametrize(

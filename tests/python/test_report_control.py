@@ -8,7 +8,10 @@ from dataclasses import replace
 import pytest
 from report_samples import environment
 
-from crossrail_tools.report import PhaseFacts, RankTimes, Report, Row, averaged, console, control_rows, print_report
+from crossrail_tools.report.control import averaged, control_rows
+from crossrail_tools.report.schema import PhaseFacts, RankTimes, Report, Row
+from crossrail_tools.report.tables import console
+from crossrail_tools.report.viewing import print_report
 
 ENVIRONMENT = environment()
 LIKE = Row(what="", transport="", size=0, experts_per_rank=8, store="tcp")

@@ -8,22 +8,12 @@ from dataclasses import replace
 import pytest
 from report_samples import environment
 
-from crossrail_tools.report import (
-    EpDeviceRank,
-    EpRank,
-    EpTurn,
-    PeerResult,
-    Report,
-    Row,
-    console,
-    ep_device_row,
-    ep_row,
-    kernels_us,
-    print_report,
-    slowest,
-    with_peers,
-)
+from crossrail_tools.report.build import with_peers
+from crossrail_tools.report.ep import EpDeviceRank, EpRank, EpTurn, ep_device_row, ep_row, kernels_us, slowest
 from crossrail_tools.report.ep_view import averages_by_rank
+from crossrail_tools.report.schema import PeerResult, Report, Row
+from crossrail_tools.report.tables import console
+from crossrail_tools.report.viewing import print_report
 
 LIKE = Row(
     what="e2e",

@@ -14,11 +14,11 @@ import pytest
 from report_samples import environment, parse_source
 from test_sweep import sweep
 
-from crossrail_tools.report import Report, Row
 from crossrail_tools.report.export import comma_separated, markdown, renderables
 from crossrail_tools.report.page.comparison import comparison_section
 from crossrail_tools.report.page.document import document
 from crossrail_tools.report.page.html import page
+from crossrail_tools.report.schema import Report, Row
 from crossrail_tools.report.sources import SourceError, parse_sources
 
 KINDS = "latency write put bandwidth pair p2p mesh unpack dispatch combine e2e init connect stream all_reduce all other"

@@ -8,7 +8,10 @@ from collections.abc import Mapping
 import pytest
 from report_samples import environment
 
-from crossrail_tools.report import Report, Row, console, mesh_rows, print_report
+from crossrail_tools.report.mesh import mesh_rows
+from crossrail_tools.report.schema import Report, Row
+from crossrail_tools.report.tables import console
+from crossrail_tools.report.viewing import print_report
 
 SIZE = 1_000_000
 LIKE = Row("mesh", "", SIZE, memory="ordinary", ranks=4, nodes=1, verified=True)

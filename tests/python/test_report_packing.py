@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_samples import p2p_report
 
-from crossrail_tools.report import Report, SchemaError, compact, with_lists
-from crossrail_tools.report.packing import PACKED_FROM, packed, unpacked
+from crossrail_tools.report.packing import PACKED_FROM, compact, packed, unpacked, with_lists
+from crossrail_tools.report.schema import Report, SchemaError
 
 NANOSECONDS = st.lists(st.integers(-(10**15), 10**15))
 

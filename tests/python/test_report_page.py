@@ -16,8 +16,9 @@ from report_samples import bandwidth_report, latency_report, p2p_report, parse_s
 from test_report_mesh import LIKE, measured
 
 from crossrail.ref import Shape
-from crossrail_tools.report import Lane, PeerResult, Report, Round, Row, mesh_rows, with_samples
+from crossrail_tools.report.build import Round, with_samples
 from crossrail_tools.report.export import comma_separated, markdown
+from crossrail_tools.report.mesh import mesh_rows
 from crossrail_tools.report.page.document import document
 from crossrail_tools.report.page.draw import colours_of, draw, legend
 from crossrail_tools.report.page.html import page
@@ -36,6 +37,7 @@ from crossrail_tools.report.page.model import (
     Table,
 )
 from crossrail_tools.report.page.write import MOST_BYTES, TooLarge, html
+from crossrail_tools.report.schema import Lane, PeerResult, Report, Row
 from crossrail_tools.report.sources import Source, parse_sources
 from crossrail_tools.verify.checking import Work
 from crossrail_tools.verify.flows import traffic

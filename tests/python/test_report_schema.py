@@ -9,7 +9,7 @@ import pytest
 from report_samples import environment, p2p_report
 
 import crossrail_tools.report
-from crossrail_tools.report import SCHEMA, Report, Row, SchemaError
+from crossrail_tools.report.schema import SCHEMA, Report, Row, SchemaError
 
 
 def test_a_report_reads_back_as_it_was() -> None:

@@ -16,12 +16,13 @@ import foreign_logs as logs
 import pytest
 from report_samples import latency_report, p2p_report, parse_source, read_source
 
-from crossrail_tools.report import Report, console, write_report
 from crossrail_tools.report.export import comma_separated, markdown, renderables
 from crossrail_tools.report.page.document import document
 from crossrail_tools.report.page.write import html
+from crossrail_tools.report.schema import Report
 from crossrail_tools.report.sources import SourceError, parse_sources
-from crossrail_tools.report.writing import read_bounded
+from crossrail_tools.report.tables import console
+from crossrail_tools.report.writing import read_bounded, write_report
 
 RESULTS = Path(__file__).parents[2] / "benches" / "results"
 

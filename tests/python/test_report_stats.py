@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from crossrail_tools.report import better, gb_per_s, median, percentile, summarize
+from crossrail_tools.report.stats import better, gb_per_s, median, percentile, summarize
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 10, 101])

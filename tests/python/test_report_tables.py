@@ -7,16 +7,10 @@ from typing import Any
 import pytest
 from report_samples import bandwidth_report, environment, latency_report, p2p_report
 
-from crossrail_tools.report import (
-    PeerResult,
-    Report,
-    Round,
-    Row,
-    console,
-    print_report,
-    with_peers,
-    with_samples,
-)
+from crossrail_tools.report.build import Round, with_peers, with_samples
+from crossrail_tools.report.schema import PeerResult, Report, Row
+from crossrail_tools.report.tables import console
+from crossrail_tools.report.viewing import print_report
 
 
 def printed(report: Report) -> str:

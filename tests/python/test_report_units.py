@@ -2,7 +2,7 @@
 
 import pytest
 
-from crossrail_tools.report import format_bytes, format_duration_us, format_rate, format_size
+from crossrail_tools.report.units import format_bytes, format_duration_us, format_rate, format_size
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,11 @@ import io
 import pytest
 from report_samples import environment
 
-from crossrail_tools.report import Report, Row, console, print_report, unpack_rates, unpack_rows
+from crossrail_tools.report.build import unpack_rates
+from crossrail_tools.report.schema import Report, Row
+from crossrail_tools.report.tables import console
+from crossrail_tools.report.unpack import unpack_rows
+from crossrail_tools.report.viewing import print_report
 
 SIZE = 1_000_000
 FOUND = {

@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from crossrail_tools.report import Facts, Lane, Row, Stages, Waits, judge, stage_shares
+from crossrail_tools.report.pipeline import Waits, stage_shares
+from crossrail_tools.report.schema import Lane, Row, Stages
+from crossrail_tools.report.verdict import Facts, judge
 
 FULL = Stages(match_us=0.0, window_us=0.0, wire_us=950.0, copy_us=20.0)
 

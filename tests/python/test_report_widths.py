@@ -12,8 +12,9 @@ import pytest
 from report_samples import bandwidth_report, latency_report, p2p_report
 from terminal import plain, run_in_terminal
 
-from crossrail_tools.report import Report, console, print_report, table, views
-from crossrail_tools.report.tables import HeadedTable
+from crossrail_tools.report.schema import Report
+from crossrail_tools.report.tables import HeadedTable, console, table
+from crossrail_tools.report.viewing import print_report, views
 
 RESULTS = Path(__file__).parents[2] / "benches" / "results"
 KINDS = {
@@ -34,7 +35,9 @@ SEPARATOR = "--- the next report"
 PRINT = f"""
 import sys
 from pathlib import Path
-from crossrail_tools.report import Report, console, print_report
+from crossrail_tools.report.schema import Report
+from crossrail_tools.report.tables import console
+from crossrail_tools.report.viewing import print_report
 for path in sys.argv[1:]:
     print_report(Report.loads(Path(path).read_text()), console())
     print({SEPARATOR!r}, flush=True)

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from report_samples import p2p_report
 
-from crossrail_tools.report import WriteError, capture_environment, check_destination, write_report, write_text
+from crossrail_tools.report.environment import capture_environment
+from crossrail_tools.report.writing import WriteError, check_destination, write_report, write_text
 
 
 def test_a_file_is_replaced_whole(tmp_path: Path) -> None:

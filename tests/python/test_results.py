@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from crossrail_tools.report import SCHEMA, compact, with_lists
+from crossrail_tools.report.packing import compact, with_lists
+from crossrail_tools.report.schema import SCHEMA
 
 ROOT = Path(__file__).parents[2]
 BENCHES = ROOT / "benches"

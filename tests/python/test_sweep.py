@@ -25,9 +25,10 @@ from crossrail_tools.cli.failure import Failure
 from crossrail_tools.cli.reporting import restore_terminal
 from crossrail_tools.cli.sweep import SweepOptions
 from crossrail_tools.cli.sweep_ends import checked
-from crossrail_tools.report import Row, SchemaError, console
 from crossrail_tools.report.page.write import html
+from crossrail_tools.report.schema import Row, SchemaError
 from crossrail_tools.report.sweeping import FEW, Plan, Sweep, Trial, ranked, sweep_views, verdict
+from crossrail_tools.report.tables import console
 
 QUICK = ("--size=4K", "--iters=3", "--warmup=0", "--transport=tcp", "--rails=127.0.0.1")
 VARIED = {"--chunk": ["512K", "1M"], "--window": ["8", "16"]}

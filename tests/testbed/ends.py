@@ -15,7 +15,7 @@ from pathlib import Path
 
 from bed import Bed, Side
 
-from crossrail_tools.report import Report, Row
+from crossrail_tools.report.schema import Report, Row
 
 PORT = 18177
 SECRET = "a secret for the test bed"

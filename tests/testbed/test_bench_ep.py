@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 from bed import Bed, Side
 
-from crossrail_tools.report import Report
+from crossrail_tools.report.schema import Report
 
 MAKE = Callable[..., Bed]
 COMMAND = [sys.executable, "-m", "crossrail", "bench", "ep"]

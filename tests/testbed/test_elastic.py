@@ -12,7 +12,7 @@ from bed import Bed, Side
 from ends import SECRET
 from test_cli_elastic import NIXL, SMALL
 
-from crossrail_tools.report import Report
+from crossrail_tools.report.schema import Report
 
 MAKE = Callable[..., Bed]
 RUN_S = 150.0

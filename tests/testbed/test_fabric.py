@@ -10,7 +10,7 @@ from bed import Bed
 from ends import End, Pair, wait_for_traffic
 
 import crossrail
-from crossrail_tools.report import Row
+from crossrail_tools.report.schema import Row
 
 MAKE = Callable[..., Bed]
 MIB = 1 << 20

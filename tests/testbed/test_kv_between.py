@@ -13,7 +13,7 @@ from nixl_engines import until
 from test_cli_command import clean_environment
 from test_ports import COMMAND, RUN_S, settings
 
-from crossrail_tools.report import Report
+from crossrail_tools.report.schema import Report
 
 MAKE = Callable[..., Bed]
 SMALL = ("--iters=2", "--warmup=1", "--rounds=1")

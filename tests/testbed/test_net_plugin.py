@@ -10,7 +10,7 @@ from bed import Bed
 from ends import END_S, End, Pair, wait_for_traffic
 
 import crossrail.nccl
-from crossrail_tools.report import Report
+from crossrail_tools.report.schema import Report
 
 SIZE, ITERS = 16 << 20, 6
 PLUGIN = f"--net-plugin={crossrail.nccl.plugin_path()}"

@@ -16,7 +16,7 @@ from test_bench_ep import started
 from test_cli_command import clean_environment
 from test_doctor import problems
 
-from crossrail_tools.report import Report
+from crossrail_tools.report.schema import Report
 
 MAKE = Callable[..., Bed]
 COMMAND = (sys.executable, "-m", "crossrail")

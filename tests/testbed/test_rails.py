@@ -18,7 +18,9 @@ import pytest
 from bed import Bed, Side
 from ends import SECRET, End, Pair, wait_for_traffic
 
-from crossrail_tools.report import Report, Row, console, print_report
+from crossrail_tools.report.schema import Report, Row
+from crossrail_tools.report.tables import console
+from crossrail_tools.report.viewing import print_report
 
 MAKE = Callable[..., Bed]
 MIB = 1 << 20

@@ -187,7 +187,7 @@ def _one_end() -> Iterator[None]:
 def _run(command: Command) -> int:
     """Runs ``command`` and reports every expected failure as one line."""
     import crossrail
-    from crossrail_tools.report import WriteError
+    from crossrail_tools.report.writing import WriteError
 
     try:
         command.run()

@@ -10,7 +10,8 @@ from rich.progress import Progress as RichProgress
 from rich.segment import Segment, Segments
 from rich.text import Text
 
-from crossrail_tools.report import Row, views
+from crossrail_tools.report.schema import Row
+from crossrail_tools.report.viewing import views
 
 _BESIDE_ROWS = 6
 """Lines of a terminal that the rows measured so far leave free for the bar and for what was there before."""

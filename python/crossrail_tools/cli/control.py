@@ -17,8 +17,9 @@ from typing import Literal, TypeAlias
 
 import crossrail
 from crossrail._native import loopback
-from crossrail_tools.report import Report, Row, control_rows, counted
-from crossrail_tools.report.control import STEPS
+from crossrail_tools.report.control import STEPS, control_rows
+from crossrail_tools.report.schema import Report, Row
+from crossrail_tools.report.units import counted
 
 from .cases import Control
 from .ends import ENDED

@@ -16,7 +16,10 @@ import crossrail
 from crossrail._native import fabric_state
 from crossrail.errors import ConfigError, CrossrailError
 from crossrail.records import CudaDevice, CudaState, FabricDevice, FabricState, Info
-from crossrail_tools.report import capture_environment, console, format_bytes, format_size, table, write_text
+from crossrail_tools.report.environment import capture_environment
+from crossrail_tools.report.tables import console, table
+from crossrail_tools.report.units import format_bytes, format_size
+from crossrail_tools.report.writing import write_text
 
 from .failure import UsageFailure
 from .options import add_json

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from crossrail_tools.report import PeerResult, Report, Round, Row, as_peer, format_size, with_peers, with_samples
+from crossrail_tools.report.build import Round, as_peer, with_peers, with_samples
+from crossrail_tools.report.schema import PeerResult, Report, Row
+from crossrail_tools.report.units import format_size
 
 from .failure import Failure
 from .kv_ends import TLS, Ends, Place, ends_of, far_end, listen, peer_of

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeAlias
 
 import crossrail
 from crossrail._native import host_memory
-from crossrail_tools.report import format_bytes
+from crossrail_tools.report.units import format_bytes
 
 from .control_link import connected, listening, serve_each
 from .ends import ANSWER_S, End

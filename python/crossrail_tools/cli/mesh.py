@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import crossrail
-from crossrail_tools.report import Report, Row, mesh_rows
+from crossrail_tools.report.mesh import mesh_rows
+from crossrail_tools.report.schema import Report, Row
 
 from .cases import MeshAll, MeshPair
 from .ends import ENDED

@@ -15,7 +15,7 @@ from typing import Any
 
 import crossrail
 from crossrail._native import StoreServer, cpu_quota, host_memory
-from crossrail_tools.report import counted, format_bytes
+from crossrail_tools.report.units import counted, format_bytes
 
 from .failure import Failure, UsageFailure, print_notice
 from .launcher import GROUP, Launch, find_launch

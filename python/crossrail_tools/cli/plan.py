@@ -41,7 +41,8 @@ from crossrail_tools.planning import (
     read,
 )
 from crossrail_tools.planning.tables import TOLERANCE
-from crossrail_tools.report import console, write_text
+from crossrail_tools.report.tables import console
+from crossrail_tools.report.writing import write_text
 
 from .failure import Failure, UsageFailure
 from .options import fields_of

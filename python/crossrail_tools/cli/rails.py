@@ -9,7 +9,7 @@ from pathlib import Path
 
 import crossrail
 from crossrail.records import LaneReport, LaneShare
-from crossrail_tools.report import Lane
+from crossrail_tools.report.schema import Lane
 
 _LANE_OF_RAIL = re.compile(r"(#[0-9]+|:messages)$")
 """Suffix of a lane's name behind the name of its rail: the number of the connection, or its purpose."""

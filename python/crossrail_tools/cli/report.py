@@ -7,12 +7,13 @@ import webbrowser
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from crossrail_tools.report import console, write_text
 from crossrail_tools.report.export import comma_separated, markdown, renderables
 from crossrail_tools.report.page.comparison import beside_section, comparison_section
 from crossrail_tools.report.page.document import document
 from crossrail_tools.report.page.write import TooLarge, html
 from crossrail_tools.report.sources import Source, SourceError, read_sources
+from crossrail_tools.report.tables import console
+from crossrail_tools.report.writing import write_text
 
 from .failure import Failure, UsageFailure, print_notice
 from .options import fields_of

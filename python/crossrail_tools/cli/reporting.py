@@ -10,14 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from crossrail_tools.report import (
-    Report,
-    Row,
-    WriteError,
-    capture_environment,
-    check_destination,
-    write_text,
-)
+from crossrail_tools.report.environment import capture_environment
+from crossrail_tools.report.schema import Report, Row
+from crossrail_tools.report.writing import WriteError, check_destination, write_text
 
 from .failure import UsageFailure, print_error, print_notice
 from .options import RunOptions
@@ -45,7 +40,7 @@ class Progress:
 
     def __init__(self, to: Console | None = None) -> None:
         # Imported here, because ranks import this module and need no rich, which takes a quarter of their start.
-        from crossrail_tools.report import console
+        from crossrail_tools.report.tables import console
 
         from .bar import Bar
 
@@ -218,7 +213,8 @@ def _remove_parts(parts: str | None) -> None:
 
 
 def _show(report: Report, json: str | None) -> None:
-    from crossrail_tools.report import console, print_report
+    from crossrail_tools.report.tables import console
+    from crossrail_tools.report.viewing import print_report
 
     text = report.dumps()
     print_report(Report.loads(text), console(stderr=json == "-"))

@@ -12,17 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import crossrail
-from crossrail_tools.report import (
-    Report,
-    SchemaError,
-    capture_environment,
-    console,
-    counted,
-    write_text,
-)
+from crossrail_tools.report.environment import capture_environment
+from crossrail_tools.report.schema import Report, SchemaError
 from crossrail_tools.report.sources import MOST_BYTES
 from crossrail_tools.report.sweeping import MOST_RUNS, Plan, Sweep, Trial, sweep_views
-from crossrail_tools.report.writing import read_bounded
+from crossrail_tools.report.tables import console
+from crossrail_tools.report.units import counted
+from crossrail_tools.report.writing import read_bounded, write_text
 
 from .failure import ERROR, EXIT_OK, Failure, UsageFailure, print_notice
 from .launcher import refuse_launch

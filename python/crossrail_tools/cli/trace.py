@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crossrail_tools.report import write_text
 from crossrail_tools.report.schema import shown
-from crossrail_tools.report.writing import read_bounded
+from crossrail_tools.report.writing import read_bounded, write_text
 
 from .failure import Failure, print_notice
 from .parsing import Command, Parser

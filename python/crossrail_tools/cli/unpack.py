@@ -6,7 +6,9 @@ import argparse
 from dataclasses import dataclass, field
 from typing import Literal
 
-from crossrail_tools.report import Report, Row, format_size, unpack_rows
+from crossrail_tools.report.schema import Report, Row
+from crossrail_tools.report.units import format_size
+from crossrail_tools.report.unpack import unpack_rows
 
 from .cases import Unpack
 from .launcher import refuse_launch

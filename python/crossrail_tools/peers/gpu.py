@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from crossrail_tools.report import kernels_us
+from crossrail_tools.report.ep import kernels_us
 from crossrail_tools.verify.checking import Work
 
 FLUSH_BYTES = 256 << 20

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from crossrail_tools.report import Report, Row, SchemaError, counted
+from crossrail_tools.report.schema import Report, Row, SchemaError
+from crossrail_tools.report.units import counted
 
 from .cost import Planned, plan
 from .reading import MOST, MOST_CHOICES, MOST_EXPERTS

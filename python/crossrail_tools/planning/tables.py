@@ -10,8 +10,8 @@ import numpy as np
 from rich.console import RenderableType
 from rich.text import Text
 
-from crossrail_tools.report import counted, format_bytes, table
-from crossrail_tools.report.tables import HeadedTable
+from crossrail_tools.report.tables import HeadedTable, table
+from crossrail_tools.report.units import counted, format_bytes
 
 from .calibration import Compared
 from .cost import Planned, turn

@@ -8,7 +8,9 @@ import sys
 from dataclasses import dataclass
 
 import crossrail
-from crossrail_tools.report import console, counted, write_text
+from crossrail_tools.report.tables import console
+from crossrail_tools.report.units import counted
+from crossrail_tools.report.writing import write_text
 
 from ..failure import Failure, print_notice
 from ..info import usable_info

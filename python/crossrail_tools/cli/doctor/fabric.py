@@ -11,7 +11,7 @@ import numpy as np
 import crossrail
 from crossrail._native import fabric_state, fabric_test, fabric_write_into
 from crossrail.records import FabricDevice, FabricState
-from crossrail_tools.report import format_bytes, format_duration_us, format_rate, format_size
+from crossrail_tools.report.units import format_bytes, format_duration_us, format_rate, format_size
 
 from ..failure import Failure
 from ..info import write_limit

@@ -10,7 +10,8 @@ import numpy as np
 
 import crossrail
 from crossrail._endings import at_end
-from crossrail_tools.report import format_rate, unpack_rates
+from crossrail_tools.report.build import unpack_rates
+from crossrail_tools.report.units import format_rate
 
 from ..cases import Unpack
 from .finding import Found, Machine, mib

@@ -14,7 +14,7 @@ from pathlib import Path
 import crossrail
 from crossrail.errors import UnsupportedError
 from crossrail.nccl import LIBRARY, environment, plugin_path
-from crossrail_tools.report import counted, format_bytes, format_duration_us
+from crossrail_tools.report.units import counted, format_bytes, format_duration_us
 
 from ..cases import NetPlugin, P2p
 from .finding import Found, Machine, text_of

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from crossrail._native import cpu_quota, host_memory
-from crossrail_tools.report import counted, format_bytes
+from crossrail_tools.report.units import counted, format_bytes
 
 from .finding import Found, Machine, Severity, text_of
 from .transports import refusals

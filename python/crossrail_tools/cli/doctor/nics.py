@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from crossrail_tools.report import counted
+from crossrail_tools.report.units import counted
 
 from .finding import Cause, Found, Machine, number_of, text_of
 from .links import Rail

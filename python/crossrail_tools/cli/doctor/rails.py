@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from crossrail_tools.report import format_size, median
+from crossrail_tools.report.stats import median
+from crossrail_tools.report.units import format_size
 
 from ..parsing import DEFAULT_PORT
 from .finding import Cause, Found, Machine

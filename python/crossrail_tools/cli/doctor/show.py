@@ -10,7 +10,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from crossrail_tools.report import capture_environment, counted, table
+from crossrail_tools.report.environment import capture_environment
+from crossrail_tools.report.tables import table
+from crossrail_tools.report.units import counted
 
 from .finding import PROBLEMS, SEVERITIES, Finding
 from .probes import Load

@@ -16,7 +16,7 @@ import numpy as np
 
 import crossrail
 from crossrail.errors import CrossrailError
-from crossrail_tools.report import format_bytes, format_rate
+from crossrail_tools.report.units import format_bytes, format_rate
 
 from ..ends import End
 from .finding import Found, Machine, mib, number_of, text_of

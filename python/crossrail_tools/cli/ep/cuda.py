@@ -11,7 +11,10 @@ from typing import Any
 
 import crossrail
 from crossrail._native import _DeviceEp
-from crossrail_tools.report import EpDeviceRank, EpTurn, Report, Row, as_peer, counted, ep_device_row, with_peers
+from crossrail_tools.report.build import as_peer, with_peers
+from crossrail_tools.report.ep import EpDeviceRank, EpTurn, ep_device_row
+from crossrail_tools.report.schema import Report, Row
+from crossrail_tools.report.units import counted
 from crossrail_tools.verify.checking import Difference, Work
 from crossrail_tools.verify.sampling import Judge, inputs, outputs
 

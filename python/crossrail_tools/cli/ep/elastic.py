@@ -16,7 +16,10 @@ from dataclasses import asdict
 from typing import Any
 
 import crossrail
-from crossrail_tools.report import PhaseFacts, Report, Row, counted, gb_per_s, with_times
+from crossrail_tools.report.build import with_times
+from crossrail_tools.report.schema import PhaseFacts, Report, Row
+from crossrail_tools.report.stats import gb_per_s
+from crossrail_tools.report.units import counted
 from crossrail_tools.verify.checking import Difference, Inputs, Work
 
 from ..cases import Experts

@@ -9,7 +9,10 @@ from typing import Any
 
 import crossrail
 from crossrail.ref import bits
-from crossrail_tools.report import EpRank, EpTurn, PeerResult, Report, Row, counted, ep_row, format_bytes, with_peers
+from crossrail_tools.report.build import with_peers
+from crossrail_tools.report.ep import EpRank, EpTurn, ep_row
+from crossrail_tools.report.schema import PeerResult, Report, Row
+from crossrail_tools.report.units import counted, format_bytes
 from crossrail_tools.verify.checking import Difference, Work
 
 from ..cases import Experts

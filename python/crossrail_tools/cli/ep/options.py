@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from crossrail.ref import Shape, parse_routing
-from crossrail_tools.report import Row
+from crossrail_tools.report.schema import Row
 from crossrail_tools.verify.checking import Work
 from crossrail_tools.verify.flows import traffic
 

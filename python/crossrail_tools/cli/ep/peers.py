@@ -16,7 +16,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from crossrail_tools.report import PeerResult, gb_per_s, median, percentile, slowest
+from crossrail_tools.report.ep import slowest
+from crossrail_tools.report.schema import PeerResult
+from crossrail_tools.report.stats import gb_per_s, median, percentile
 from crossrail_tools.verify.checking import Work
 
 from ..ends import ENDED

@@ -12,24 +12,11 @@ from pathlib import Path
 import crossrail
 from crossrail._native import loopback
 from crossrail.records import LaneReport, Transfer, TransferEnd
-from crossrail_tools.report import (
-    Iteration,
-    Lane,
-    PeerResult,
-    Report,
-    Round,
-    Row,
-    Stages,
-    Waits,
-    format_size,
-    gb_per_s,
-    median,
-    p2p_row,
-    stage_shares,
-    with_peers,
-    with_raw_tcp,
-    with_samples,
-)
+from crossrail_tools.report.build import Round, p2p_row, with_peers, with_raw_tcp, with_samples
+from crossrail_tools.report.pipeline import Waits, stage_shares
+from crossrail_tools.report.schema import Iteration, Lane, PeerResult, Report, Row, Stages
+from crossrail_tools.report.stats import gb_per_s, median
+from crossrail_tools.report.units import format_size
 
 from .. import peers
 from ..cases import Bandwidth, Case, NetPlugin, P2p, RawTcp, Unpack

@@ -8,7 +8,8 @@ import re
 from dataclasses import replace
 
 import crossrail
-from crossrail_tools.report import format_size, unpack_rates
+from crossrail_tools.report.build import unpack_rates
+from crossrail_tools.report.units import format_size
 
 from .. import peers
 from ..cases import Case, NetPlugin, Ordered, P2p, RawTcp, Unpack, ordered

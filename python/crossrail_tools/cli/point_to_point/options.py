@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import crossrail
-from crossrail_tools.report import format_size
+from crossrail_tools.report.units import format_size
 
 from ..cases import Bandwidth, Latency, P2p, Transfers, Verify, Write
 from ..launcher import Launch

@@ -20,7 +20,8 @@ from rich.live import Live
 
 import crossrail
 from crossrail._native import read_job, read_pages
-from crossrail_tools.report import console, write_text
+from crossrail_tools.report.tables import console
+from crossrail_tools.report.writing import write_text
 
 from ..failure import Failure, UsageFailure, print_notice
 from ..nvml import Gpus

@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from crossrail_tools.report import counted, format_bytes, format_rate, table
-from crossrail_tools.report.tables import HeadedTable
+from crossrail_tools.report.tables import HeadedTable, table
+from crossrail_tools.report.units import counted, format_bytes, format_rate
 
 from .snapshot import COUNTED, MOVED, Key, Process, Row, Snapshot, key, problems_of, rates_between, verdicts
 
