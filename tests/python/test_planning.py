@@ -10,8 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from crossrail_tools import planning
-from crossrail_tools.planning import CLUSTERS, MODELS, PUBLISHED, Cluster, Model, PlanError, Routing, plan
+from crossrail_tools.planning import calibration, cost
+from crossrail_tools.planning.cost import plan
+from crossrail_tools.planning.presets import CLUSTERS, MODELS, PUBLISHED
+from crossrail_tools.planning.routing import Routing
+from crossrail_tools.planning.shapes import Cluster, Model, PlanError
 from crossrail_tools.report.schema import Report, Row
 
 GPU = Path(__file__).parents[2] / "benches" / "results" / "gpu"
@@ -128,9 +131,9 @@ def test_oversubscribed_leaves_and_imbalance() -> None:
 
 def test_where_the_network_takes_over() -> None:
     plans = [plan(H200, MODEL, "prefill", ranks) for ranks in (4, 8, 16, 32)]
-    assert planning.turn(plans) == (8, 16)
-    assert planning.turn(plans[:2]) == (8, None)
-    assert planning.turn(plans[2:]) == (None, 16)
+    assert cost.turn(plans) == (8, 16)
+    assert cost.turn(plans[:2]) == (8, None)
+    assert cost.turn(plans[2:]) == (None, 16)
     assert plan(CLUSTERS["gb200"], MODEL, "prefill", 64).link == "nvlink"
 
 
@@ -141,15 +144,15 @@ def test_copies_of_experts_fill_all_ranks(ranks: int) -> None:
     assert 0 <= one.physical_experts - 256 < ranks
 
 
-def measured(name: str) -> planning.Files:
-    return planning.read([name], [(GPU / name).read_text()])
+def measured(name: str) -> calibration.Files:
+    return calibration.read([name], [(GPU / name).read_text()])
 
 
 @pytest.mark.parametrize("scenario", ["ep_decode", "ep_prefill", "ep_sms"])
 @pytest.mark.parametrize("gpus", [2, 4])
 def test_a_fit_to_other_sizes_on_two_gpus_foretells_measurements(scenario: str, gpus: int) -> None:
-    fitted, _ = planning.calibrated(H200, measured("ep_sweep-2.json"))
-    rows = planning.compared(fitted, measured(f"{scenario}-{gpus}.json").exchanges, ["ep_sweep-2.json"])
+    fitted, _ = calibration.calibrated(H200, measured("ep_sweep-2.json"))
+    rows = calibration.compared(fitted, measured(f"{scenario}-{gpus}.json").exchanges, ["ep_sweep-2.json"])
     assert len(rows) >= 3
     for one in rows:
         assert abs(one.error) <= 0.15, (one.measured.row.what, one.measured.row.tokens, one.error)
@@ -157,7 +160,7 @@ def test_a_fit_to_other_sizes_on_two_gpus_foretells_measurements(scenario: str, 
 
 
 def test_the_h200_is_what_was_measured() -> None:
-    fitted, told = planning.calibrated(H200, measured("ep_sweep-2.json"))
+    fitted, told = calibration.calibrated(H200, measured("ep_sweep-2.json"))
     for name in ("dispatch_us", "combine_us", "nvlink_gb_per_s", "copy_gb_per_s"):
         assert getattr(H200, name) == pytest.approx(getattr(fitted, name), rel=0.1)
     assert "NVLink" in told[0]
@@ -173,17 +176,17 @@ def test_bytes_and_heaps_are_those_that_were_measured() -> None:
             assert planned.memory.heap == pytest.approx(row.heap_bytes, rel=0.03)
 
 
-def made_up(cluster: Cluster, tokens: Sequence[int]) -> planning.Files:
+def made_up(cluster: Cluster, tokens: Sequence[int]) -> calibration.Files:
     """Rows whose times are exactly those of ``cluster``."""
     rows = []
     for count, what in itertools.product(tokens, ("dispatch", "combine", "e2e")):
         shape = Row(what, "heap", 0, ranks=4, tokens=count, hidden=7168, topk=8, experts=256, layout="rank")
         logical = count * (1 if what == "dispatch" else 2)
         row = replace(shape, dtype="fp8", device="cuda", routing="uniform", bytes_logical=logical, p50_us=1.0)
-        one = planning.Measured(row, "made up")
-        us = planning.compared(cluster, [one])[0].us
-        rows.append(planning.Measured(replace(row, p50_us=us), "made up"))
-    return planning.Files(rows, {}, [])
+        one = calibration.Measured(row, "made up")
+        us = calibration.compared(cluster, [one])[0].us
+        rows.append(calibration.Measured(replace(row, p50_us=us), "made up"))
+    return calibration.Files(rows, {}, [])
 
 
 def test_a_fit_finds_the_numbers_that_made_the_times() -> None:
@@ -193,11 +196,12 @@ def test_a_fit_finds_the_numbers_that_made_the_times() -> None:
     files = made_up(true, [1, 16, 128, 1024, 4096])
     # In the rank layout of one number of ranks, rows sent and rows read are in a fixed ratio: another number tells them
     # apart.
-    pairs = [planning.Measured(replace(one.row, ranks=2), one.file) for one in files.exchanges]
+    pairs = [calibration.Measured(replace(one.row, ranks=2), one.file) for one in files.exchanges]
     timed = [
-        planning.Measured(replace(one.row, p50_us=planning.compared(true, [one])[0].us), one.file) for one in pairs
+        calibration.Measured(replace(one.row, p50_us=calibration.compared(true, [one])[0].us), one.file)
+        for one in pairs
     ]
-    fitted, _ = planning.calibrated(replace(H200, network=None), planning.Files(files.exchanges + timed, {}, []))
+    fitted, _ = calibration.calibrated(replace(H200, network=None), calibration.Files(files.exchanges + timed, {}, []))
     assert fitted == replace(
         true,
         dispatch_us=pytest.approx(9),
@@ -210,14 +214,14 @@ def test_a_fit_finds_the_numbers_that_made_the_times() -> None:
 
 def test_a_fit_needs_several_sizes() -> None:
     with pytest.raises(PlanError, match="dispatch was measured with 2 different numbers of bytes, and a fit needs 3"):
-        planning.calibrated(H200, made_up(H200, [1, 128]))
+        calibration.calibrated(H200, made_up(H200, [1, 128]))
 
 
 def test_rates_of_networks_and_meshes() -> None:
     results = GPU.parent
     paths = [results / "tcp-latency.json", results / "rails-equal.json", GPU / "mesh-4.json"]
-    files = planning.read([str(path) for path in paths], [path.read_text() for path in paths])
-    fitted, told = planning.calibrated(H200, files)
+    files = calibration.read([str(path) for path in paths], [path.read_text() for path in paths])
+    fitted, told = calibration.calibrated(H200, files)
     assert fitted.network is not None
     assert 0.2 < fitted.network.gb_per_s < 0.3  # four rails of 2 Gbit/s
     assert 1 < fitted.network.latency_us < 50
@@ -228,9 +232,9 @@ def test_rates_of_networks_and_meshes() -> None:
 def test_files_that_tell_nothing() -> None:
     name = "unpack-2.json"
     with pytest.raises(PlanError, match="--calibrate: the files have no rows of dispatch and combine"):
-        planning.calibrated(H200, measured(name))
+        calibration.calibrated(H200, measured(name))
     with pytest.raises(PlanError, match=r"x\.json: not JSON.*give the JSON of `crossrail bench`"):
-        planning.read(["x.json"], ["{"])
+        calibration.read(["x.json"], ["{"])
     with pytest.raises(PlanError, match="schema is 'crossrail-goals/1'"):
         measured("all-to-all-4.json")
 
@@ -247,7 +251,7 @@ def test_what_a_plan_does_not_cover_is_counted() -> None:
 def test_rows_that_cannot_be(change: dict[str, float]) -> None:
     report = Report.loads((GPU / "ep_decode-4.json").read_text())
     text = replace(report, rows=[replace(report.rows[0], **change)]).dumps()
-    assert planning.read(["x"], [text]).left_out == {"without the numbers that a plan needs": 1}
+    assert calibration.read(["x"], [text]).left_out == {"without the numbers that a plan needs": 1}
 
 
 def test_published_times() -> None:

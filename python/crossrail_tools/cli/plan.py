@@ -10,37 +10,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from crossrail_tools.planning import (
-    CLUSTERS,
-    MODELS,
-    PHASES,
-    PUBLISHED,
-    SENDS,
-    Cluster,
-    Compared,
-    Files,
-    Model,
-    Phase,
-    PlanError,
-    Planned,
-    Published,
-    Send,
-    assumptions,
-    band,
-    calibrated,
-    check_tables,
-    cluster_of,
-    compared,
-    contents,
-    load,
-    model_of,
-    plain,
-    plan,
-    plan_tables,
-    published_tables,
-    read,
-)
-from crossrail_tools.planning.tables import TOLERANCE
+from crossrail_tools.planning.calibration import Compared, Files, calibrated, compared, read
+from crossrail_tools.planning.cost import Planned, plan
+from crossrail_tools.planning.presets import CLUSTERS, MODELS, PUBLISHED, Published
+from crossrail_tools.planning.reading import cluster_of, contents, load, model_of
+from crossrail_tools.planning.shapes import PHASES, SENDS, Cluster, Model, Phase, PlanError, Send, plain
+from crossrail_tools.planning.tables import TOLERANCE, assumptions, band, check_tables, plan_tables, published_tables
 from crossrail_tools.report.tables import console
 from crossrail_tools.report.writing import write_text
 
