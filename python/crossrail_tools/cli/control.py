@@ -24,21 +24,8 @@ from crossrail_tools.report.units import counted
 from .cases import Control
 from .ends import ENDED
 from .failure import Failure, UsageFailure, print_notice
-from .options import (
-    Device,
-    Dtype,
-    Pin,
-    RunOptions,
-    add_device_kind,
-    add_no_effect,
-    add_output,
-    add_pin,
-    add_secret_file,
-    add_timeout,
-    add_tokens,
-    fields_of,
-)
-from .parsing import Command, Parser, count, positive
+from .options import Dtype, Pin, RunOptions, fields_of
+from .parsing import Command, Device, Parser, count, positive
 from .parsing import join as join_address
 from .placement import NODE_OPTIONS, PinnedRanks, Placement, add_nodes, pin_to, placement, shared_gpus
 from .processes import Message, Process, scratch_folder
@@ -102,19 +89,19 @@ def add_arguments(parser: Parser) -> None:
     experts = "experts per rank, one measurement for each number (8,32)"
     work.add_argument("--experts-per-rank", metavar="A,B", type=_numbers, default=[8, 32], help=experts)
     work.add_argument("--op", "--test", choices=OPS, default="cycle", help="steps to measure (cycle: all of them)")
-    add_no_effect(work)
+    work.add_no_effect()
     work.add_argument("--rounds", metavar="N", type=positive, default=ROUNDS, help=f"number of rounds ({ROUNDS})")
-    add_tokens(work, positive, DEFAULTS, preset=False)
+    work.add_tokens(positive, DEFAULTS, preset=False)
     where = "cuda: one rank per GPU (more with --num-processes), buffers in GPU memory (cpu)"
-    add_device_kind(work, where, "cpu")
+    work.add_device_kind(where, "cpu")
     warmup = "untimed rounds first, for one-time work such as starting CUDA (0; 1 with --device cuda)"
     work.add_argument("--warmup", metavar="N", type=count, help=warmup)
     store = "the store: built in (tcp), or an etcd started for this run; CROSSRAIL_STORE names one that already runs"
     work.add_argument("--store", choices=("tcp", "etcd"), help=store)
-    add_secret_file(work, "all nodes")
-    add_timeout(work)
-    add_pin(work, "processors of the ranks here, in order, or `none`; by default one each if there are enough")
-    add_output(parser.add_argument_group("what comes out"))
+    work.add_secret_file("all nodes")
+    work.add_timeout()
+    work.add_pin("processors of the ranks here, in order, or `none`; by default one each if there are enough")
+    parser.add_argument_group("what comes out").add_output()
 
 
 def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:

@@ -22,7 +22,6 @@ from crossrail_tools.report.units import format_bytes, format_size
 from crossrail_tools.report.writing import write_text
 
 from .failure import UsageFailure
-from .options import add_json
 from .parsing import Command, Parser
 from .reporting import check_json
 
@@ -133,7 +132,7 @@ def print_fabric(state: FabricState | None, to: Console) -> None:
 
 def add_arguments(parser: Parser) -> None:
     """Declares the options."""
-    add_json(parser)
+    parser.add_json()
     parser.set_defaults(outcome=_outcome)
 
 

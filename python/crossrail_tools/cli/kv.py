@@ -15,8 +15,8 @@ from crossrail_tools.report.units import format_size
 from .failure import Failure
 from .kv_ends import TLS, Ends, Place, ends_of, far_end, listen, peer_of
 from .launcher import refuse_launch
-from .options import ROUNDS, RunOptions, add_compare, add_ends, add_iterations, add_output, fields_of
-from .parsing import Command, Parser, device_list, names_of, positive, size_list
+from .options import RunOptions, fields_of
+from .parsing import ROUNDS, Command, Parser, device_list, names_of, positive, size_list
 from .point_to_point.channel import Channel
 from .reporting import Progress, make_report, show_report
 
@@ -90,7 +90,7 @@ class KvOptions(RunOptions):
 def add_arguments(parser: Parser) -> None:
     """Declares the options."""
     parser.set_defaults(outcome=_outcome)
-    add_ends(parser.add_argument_group("the two ends (with neither option both run here)"))
+    parser.add_argument_group("the two ends (with neither option both run here)").add_ends()
     work = parser.add_argument_group("the work")
     work.add_argument("--preset", choices=("dsv4",), help="caches of a model instead of plain rows: DeepSeek-V4-Pro")
     work.add_argument(
@@ -108,15 +108,15 @@ def add_arguments(parser: Parser) -> None:
     work.add_argument("--bulk", action="store_true", help="each also as one row of as many bytes")
     notice = "also one row with a notification, until the target sees it"
     work.add_argument("--notice", action="store_true", help=notice)
-    add_iterations(work, ITERS, WARMUP)
+    work.add_iterations(ITERS, WARMUP)
     how = parser.add_argument_group("how it moves")
     between = "between the two processes (shm; with --device cuda_ipc, with --connect tcp)"
     how.add_argument("--transport", choices=tuple(TLS), help=between)
-    add_compare(how, KNOWN)
+    how.add_compare(KNOWN)
     for name in KNOWN:
         python = f"the interpreter that imports {name}; by default {name.upper()}_PYTHON, or the one that runs this"
         how.add_argument(f"--{name}-python", metavar="FILE", help=python)
-    add_output(parser.add_argument_group("what comes out"))
+    parser.add_argument_group("what comes out").add_output()
 
 
 def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:

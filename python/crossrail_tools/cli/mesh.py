@@ -16,23 +16,7 @@ from crossrail_tools.report.schema import Report, Row
 from .cases import MeshAll, MeshPair
 from .ends import ENDED
 from .failure import Failure, UsageFailure
-from .options import (
-    LinkOptions,
-    Memory,
-    Pin,
-    add_iterations,
-    add_links,
-    add_memory,
-    add_output,
-    add_pin,
-    add_secret_file,
-    add_sizes,
-    add_timeout,
-    add_window,
-    check_tcp,
-    fields_of,
-    required,
-)
+from .options import LinkOptions, Memory, Pin, check_tcp, fields_of, required
 from .parsing import Command, Parser, device_list, size_list
 from .placement import (
     NODE_OPTIONS,
@@ -88,16 +72,16 @@ def add_arguments(parser: Parser) -> None:
     gpus = "one rank per GPU of each node: cuda:0,cuda:1, or `all`; without it ranks transfer host memory"
     ranks.add_argument("--devices", metavar="GPUS", type=_devices, help=gpus)
     work = parser.add_argument_group("the work")
-    add_sizes(work, f"bytes per message ({DEFAULT_SIZE})")
-    add_memory(work)
-    add_iterations(work, ITERS, WARMUP)
-    add_window(work, f"messages in flight to one rank ({WINDOW})", WINDOW)
+    work.add_sizes(f"bytes per message ({DEFAULT_SIZE})")
+    work.add_memory()
+    work.add_iterations(ITERS, WARMUP)
+    work.add_window(f"messages in flight to one rank ({WINDOW})", WINDOW)
     how = parser.add_argument_group("how it moves")
-    add_links(how)
-    add_secret_file(how, "all nodes")
-    add_timeout(how)
-    add_pin(how, "processors of the ranks here, in order, or `none`; by default one each if there are enough")
-    add_output(parser.add_argument_group("what comes out"))
+    how.add_links()
+    how.add_secret_file("all nodes")
+    how.add_timeout()
+    how.add_pin("processors of the ranks here, in order, or `none`; by default one each if there are enough")
+    parser.add_argument_group("what comes out").add_output()
 
 
 def _devices(text: str) -> list[str] | str:

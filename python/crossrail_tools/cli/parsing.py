@@ -8,9 +8,9 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypeAlias
 
 import crossrail
 from crossrail._native import loopback
@@ -30,6 +30,9 @@ STORE_PORT = 18178
 _ADDRESS_FORM = "write HOST, HOST:PORT, or [IPV6]:PORT"
 
 
+Device = Literal["cpu", "cuda"]
+
+
 class Command(Protocol):
     """A parsed command line: typed options, and how to run them."""
 
@@ -41,7 +44,122 @@ class Command(Protocol):
         """Runs the command. Raises Failure, WriteError, OSError and the library's errors."""
 
 
-class Parser(argparse.ArgumentParser):
+ROUNDS = 3
+"""Default number of turns of Crossrail and of each peer."""
+
+UNPACK_MODES = ("kernel", "d2d", "host")
+"""Methods to unpack chunks from bounce memory into GPU memory."""
+
+
+class SharedOptions:
+    """Options that several commands have, each declared once: methods of parsers and of their groups."""
+
+    if TYPE_CHECKING:
+
+        def add_argument(self, *names: Any, **how: Any) -> Any: ...
+
+    def add_json(self) -> None:
+        self.add_argument(
+            "--json", metavar="FILE", help="raw samples and the environment to FILE, or to stdout for `-`"
+        )
+
+    def add_output(self) -> None:
+        """Adds what every bench can write."""
+        self.add_json()
+        self.add_argument("--trace", metavar="FILE", help="what each lane carried when, for Perfetto (ui.perfetto.dev)")
+
+    def add_no_effect(self) -> None:
+        """Adds options of NIXL's examples that ask for what is so anyway, so that their command lines can be kept."""
+        text = "accepted, without effect: of NIXL's examples, and always so here"
+        for name in ("--skip-nic-discovery", "--use-tcp-store"):
+            self.add_argument(name, action="store_true", default=argparse.SUPPRESS, dest="no_effect", help=text)
+
+    def add_ends(self) -> None:
+        """Declares where the other end is, with what both need to reach each other."""
+        where = f"HOST[:PORT], port {DEFAULT_PORT} by default"
+        listen = f"wait for the other end at {where}; HOST is loopback by default"
+        self.add_argument("--listen", metavar="ADDR", nargs="?", const="", help=listen)
+        self.add_argument("--connect", metavar="ADDR", help=f"connect to the end that listens at {where}")
+        self.add_secret_file("both ends")
+        self.add_timeout()
+
+    def add_timeout(self) -> None:
+        self.add_argument("--timeout", metavar="TIME", help="maximum duration of any wait: 30s, 500ms, 2m")
+
+    def add_secret_file(self, owners: str) -> None:
+        text = f"the secret that {owners} share; required beyond this machine"
+        self.add_argument("--secret-file", metavar="FILE", help=text)
+
+    def add_transport(self, known: str) -> None:
+        text = f"use only these, or fail: {known}, or a list A,B"
+        self.add_argument("--transport", metavar="NAMES", help=text)
+
+    def add_rails(self) -> None:
+        self.add_argument(
+            "--rails", metavar="DEVICES", help="devices that carry data: eth1,eth2, or 127.0.0.1,127.0.0.2"
+        )
+
+    def add_links(self) -> None:
+        """Adds the options of `LinkOptions`."""
+        self.add_transport("shm, tcp, cuda_ipc")
+        self.add_rails()
+        self.add_argument("--chunk", metavar="SIZE", help="bytes that one lane carries at a time")
+        self.add_argument("--channels", metavar="N", type=positive, help="connections per rail")
+        unpack = "how chunks are copied from bounce memory into GPU memory (kernel)"
+        self.add_argument("--unpack", choices=UNPACK_MODES, help=unpack)
+
+    def add_sizes(self, text: str) -> None:
+        self.add_argument("--size", "--sizes", dest="sizes", metavar="SIZES", type=size_list, help=text)
+
+    def add_memory(self) -> None:
+        text = "host memory: Context.alloc (shared), or the process's own heap (ordinary)"
+        self.add_argument("--memory", choices=("shared", "ordinary"), help=text)
+
+    def add_iterations(self, iters: int | None = None, warmup: int | None = None) -> None:
+        """Adds ``--iters`` and ``--warmup``. Without defaults here, the command chooses them by size."""
+        timed = "timed iterations" if iters is None else f"timed iterations ({iters})"
+        before = "iterations before the timed ones" + ("" if warmup is None else f" ({warmup})")
+        self.add_argument("--iters", metavar="N", type=positive, default=iters, help=timed)
+        self.add_argument("--warmup", metavar="N", type=count, default=warmup, help=before)
+
+    def add_window(self, text: str, default: int | None = None) -> None:
+        self.add_argument("--window", metavar="N", type=positive, default=default, help=text)
+
+    def add_pin(self, text: str, default: str | None = None) -> None:
+        self.add_argument("--pin", metavar="CPUS", type=pin, default=default, help=text)
+
+    def add_device_kind(self, text: str, default: Device | None = None) -> None:
+        self.add_argument("--device", choices=("cpu", "cuda"), default=default, help=text)
+
+    def add_tokens(self, least: Callable[[str], int], defaults: Mapping[str, Any], *, preset: bool) -> None:
+        """Adds the shape of an exchange. If a ``preset`` may set it, missing options stay None."""
+
+        def default(name: str) -> Any:
+            return None if preset else defaults[name]
+
+        tokens = f"tokens per rank ({defaults['tokens']})"
+        self.add_argument("--tokens", metavar="T", type=least, default=default("tokens"), help=tokens)
+        hidden = f"elements per token ({defaults['hidden']})"
+        self.add_argument("--hidden", metavar="H", type=positive, default=default("hidden"), help=hidden)
+        topk = f"experts per token ({defaults['topk']})"
+        self.add_argument("--topk", metavar="K", type=positive, default=default("topk"), help=topk)
+        dtype = f"type of the rows that dispatch sends ({defaults['dtype']}); combine sends bf16"
+        self.add_argument("--dtype", choices=("fp8", "bf16"), default=default("dtype"), help=dtype)
+
+    def add_compare(self, known: Collection[str], more: str = "") -> None:
+        """Adds ``--compare`` with the ``known`` peers, and ``--rounds``."""
+        text = f"also run these, alternating, and print ratios: {more or ','.join(known)}"
+        self.add_argument("--compare", metavar="NAMES", type=names_of(known, "peer"), help=text)
+        self.add_argument(
+            "--rounds", metavar="N", type=positive, help=f"turns of Crossrail and of each peer ({ROUNDS})"
+        )
+
+
+class Group(SharedOptions, argparse._ArgumentGroup):
+    """A group of options under a title of the help page."""
+
+
+class Parser(SharedOptions, argparse.ArgumentParser):
     """A parser that reports errors as one line, like every other error of the command.
 
     ``fill`` declares its options when it is first used, so that only the module of the chosen command is loaded. The
@@ -52,6 +170,11 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**options)
         self._fill = fill
         self.set_defaults(parser=self)
+
+    def add_argument_group(self, *title: Any, **how: Any) -> Group:
+        group = Group(self, *title, **how)
+        self._action_groups.append(group)
+        return group
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         if self._fill is not None:

@@ -20,7 +20,7 @@ from crossrail_tools.report.units import counted, format_bytes
 from .failure import Failure, UsageFailure, print_notice
 from .launcher import GROUP, Launch, find_launch
 from .options import Pin
-from .parsing import STORE_PORT, Parser, count, join, permitted, positive, resolve
+from .parsing import STORE_PORT, Group, Parser, count, join, permitted, positive, resolve
 
 MOST_RANKS = 1024
 
@@ -123,7 +123,7 @@ class Placement:
                 group.barrier("over", timeout=OVER_S)  # the store ends with the process that runs it
 
 
-def add_nodes(parser: argparse.ArgumentParser, processes: int, *others: str) -> argparse._ArgumentGroup:
+def add_nodes(parser: Parser, processes: int, *others: str) -> Group:
     """Adds the options for the number of ranks (``others``: aliases of its name) and nodes; returns their group."""
     group = parser.add_argument_group("the ranks (without the last four options all of them run here)")
     ranks = f"ranks per node ({processes})"

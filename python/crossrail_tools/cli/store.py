@@ -10,7 +10,6 @@ import crossrail
 from crossrail._native import StoreServer
 
 from .failure import print_notice
-from .options import add_secret_file
 from .parsing import STORE_PORT, Command, Parser, place_to_listen
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
@@ -42,7 +41,7 @@ def add_arguments(parser: Parser) -> None:
     """Declares the options."""
     where = f"address to listen at (loopback, port {STORE_PORT}); port 0: a free one"
     parser.add_argument("--listen", metavar="HOST:PORT", default="", help=where)
-    add_secret_file(parser, "its clients")
+    parser.add_secret_file("its clients")
     parser.set_defaults(outcome=_outcome)
 
 

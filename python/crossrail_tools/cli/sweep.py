@@ -22,7 +22,6 @@ from crossrail_tools.report.writing import read_bounded, write_text
 
 from .failure import ERROR, EXIT_OK, Failure, UsageFailure, print_notice
 from .launcher import refuse_launch
-from .options import add_secret_file
 from .parsing import DEFAULT_PORT, Command, Parser, count, positive
 from .point_to_point.options import BenchOptions
 from .processes import Process, scratch_folder
@@ -226,7 +225,7 @@ def add_arguments(parser: Parser) -> None:
     listen_help = f"run the other half of sweeps of BENCH, with their settings, for who connects to {where}"
     ends.add_argument("--listen", metavar="ADDR", nargs="?", const="", help=listen_help)
     ends.add_argument("--connect", metavar="ADDR", help=f"sweep with the end that listens at {where}")
-    add_secret_file(ends, "both ends")
+    ends.add_secret_file("both ends")
     out = parser.add_argument_group("what comes out")
     out.add_argument("--json", metavar="FILE", help="every run, written after each of them")
     out.add_argument("--resume", action="store_true", help="continue the sweep of --json FILE")

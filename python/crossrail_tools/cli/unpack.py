@@ -12,8 +12,8 @@ from crossrail_tools.report.unpack import unpack_rows
 
 from .cases import Unpack
 from .launcher import refuse_launch
-from .options import UNPACK_MODES, RunOptions, add_iterations, add_output, add_sizes, add_timeout, fields_of
-from .parsing import Command, Parser, device, names_of, size_list
+from .options import RunOptions, fields_of
+from .parsing import UNPACK_MODES, Command, Parser, device, names_of, size_list
 from .placement import known_gpus
 from .reporting import Progress, make_report, show_report
 
@@ -48,14 +48,14 @@ def add_arguments(parser: Parser) -> None:
     work.add_argument("--device", metavar="GPU", type=device, default="cuda:0", help="the GPU (cuda:0)")
     fragments = f"bytes per fragment: 4K, a list A,B,C, or MIN:MAX doubling ({DEFAULT_FRAGMENTS})"
     work.add_argument("--fragments", metavar="SIZES", type=size_list, help=fragments)
-    add_sizes(work, f"total bytes, one size or several ({DEFAULT_SIZE})")
+    work.add_sizes(f"total bytes, one size or several ({DEFAULT_SIZE})")
     sources = "memory of the fragments: the GPU's own, or pinned host memory; both by default"
     work.add_argument("--from", dest="source", choices=("device", "pinned"), help=sources)
     modes = "only these methods: kernel,d2d,host"
     work.add_argument("--mode", dest="modes", metavar="MODES", type=names_of(UNPACK_MODES, "mode"), help=modes)
-    add_iterations(work, ITERS, WARMUP)
-    add_timeout(work)
-    add_output(parser.add_argument_group("what comes out"))
+    work.add_iterations(ITERS, WARMUP)
+    work.add_timeout()
+    parser.add_argument_group("what comes out").add_output()
 
 
 def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:

@@ -14,7 +14,7 @@ from crossrail_tools.report.writing import write_text
 
 from ..failure import Failure, print_notice
 from ..info import usable_info
-from ..options import add_json, add_secret_file, fields_of
+from ..options import fields_of
 from ..parsing import Command, Parser, names_of, seconds_up_to
 from ..reporting import Progress, check_json
 from .examine import examine, within
@@ -131,8 +131,8 @@ def add_arguments(parser: Parser) -> None:
         text = f"also the variables of {name}"
         launchers.add_argument(option, action="store_const", const=name, dest="launcher", help=text)
     out = parser.add_argument_group("how, and what comes out")
-    add_secret_file(out, "both ends, or the store and its clients,")
-    add_json(out)
+    out.add_secret_file("both ends, or the store and its clients,")
+    out.add_json()
     parser.set_defaults(outcome=_outcome)
 
 

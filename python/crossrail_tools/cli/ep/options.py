@@ -13,26 +13,8 @@ from crossrail_tools.verify.checking import Work
 from crossrail_tools.verify.flows import traffic
 
 from ..failure import UsageFailure
-from ..options import (
-    ROUNDS,
-    Device,
-    Dtype,
-    Pin,
-    RunOptions,
-    add_compare,
-    add_device_kind,
-    add_iterations,
-    add_no_effect,
-    add_output,
-    add_pin,
-    add_rails,
-    add_secret_file,
-    add_timeout,
-    add_tokens,
-    add_transport,
-    fields_of,
-)
-from ..parsing import Parser, count, names_of, positive
+from ..options import Dtype, Pin, RunOptions, fields_of
+from ..parsing import ROUNDS, Device, Group, Parser, count, names_of, positive
 from ..placement import NODE_OPTIONS, PinnedRanks, Placement, add_nodes, placement
 from .plan import load_plan
 
@@ -202,24 +184,24 @@ def add_arguments(parser: Parser) -> None:
     _add_device(parser.add_argument_group("in GPU memory"))
     _add_how(parser.add_argument_group("how it moves"))
     out = parser.add_argument_group("what comes out")
-    add_iterations(out, ITERS, WARMUP)
-    add_output(out)
+    out.add_iterations(ITERS, WARMUP)
+    out.add_output()
     peers = (
         "mpi (MPI_Alltoallv; needs openmpi-bin and mpi4py); with --device cuda, needing PyTorch: "
         "deepep (DeepEP V1), drop-in (crossrail.deep_ep in the same program), "
         "nccl (all_to_all_single of one row per selection); "
         "network (the same exchange without NVLink or shared memory, over TCP alone)"
     )
-    add_compare(out, PEERS, peers)
+    out.add_compare(PEERS, peers)
 
 
-def _add_work(work: argparse._ArgumentGroup) -> None:
+def _add_work(work: Group) -> None:
     presets = "decode (128 tokens, hidden 7168, top-8, 288 experts) or prefill (4096 tokens, 256 experts, rank layout)"
     work.add_argument("--preset", choices=PRESETS, help=presets + "; options override it")
     work.add_argument("--plan", metavar="FILE", help="an elastic run: the ranks of each phase, as JSON")
     modes = "dispatch, combine, e2e (both, one after the other), or a list A,B; all by default"
     work.add_argument("--mode", dest="modes", metavar="MODES", type=names_of(MODES, "mode"), help=modes)
-    add_tokens(work, count, DEFAULTS, preset=True)
+    work.add_tokens(count, DEFAULTS, preset=True)
     experts = work.add_mutually_exclusive_group()
     experts.add_argument("--experts", metavar="E", type=positive, help="total number of experts")
     each = f"experts per rank ({DEFAULTS['experts_per_rank']})"
@@ -246,9 +228,9 @@ def _nvlink_backend(text: str) -> str:
     return known[text]
 
 
-def _add_device(device: argparse._ArgumentGroup) -> None:
+def _add_device(device: Group) -> None:
     where = "cuda: one rank per GPU, buffers in GPU memory, times by the GPU's and the host's clock (cpu)"
-    add_device_kind(device, where)
+    device.add_device_kind(where)
     sms = "multiprocessors per operation (all)"
     device.add_argument("--num-sms", metavar="N", type=positive, help=sms)
     given = "input of an fp8 dispatch: fp8 rows, or bf16 rows that it casts (bf16; fp8 in the rank layout)"
@@ -257,20 +239,20 @@ def _add_device(device: argparse._ArgumentGroup) -> None:
     device.add_argument("--sweep", metavar="NAME=A,B,C", type=_sweep, action="append", help=sweep)
 
 
-def _add_how(how: argparse._ArgumentGroup) -> None:
+def _add_how(how: Group) -> None:
     backend = "none: ranks share no memory, all data uses the network transports (auto)"
     how.add_argument("--backend", choices=("auto", "none"), help=backend)
     nixl = "NIXL's spelling: ipc for auto, or none"
     how.add_argument("--nvlink-backend", dest="backend", metavar="ipc|none", type=_nvlink_backend, help=nixl)
-    add_no_effect(how)
+    how.add_no_effect()
     nodes = "emulate this many nodes here: data between them uses the network transports (1)"
     how.add_argument("--nodes", metavar="N", type=positive, help=nodes)
-    add_transport(how, "shm, tcp")
-    add_rails(how)
-    add_timeout(how)
-    add_secret_file(how, "all nodes")
+    how.add_transport("shm, tcp")
+    how.add_rails()
+    how.add_timeout()
+    how.add_secret_file("all nodes")
     cpus = "processors of the ranks here, in order, or `none`; by default one each if there are enough"
-    add_pin(how, cpus)
+    how.add_pin(cpus)
 
 
 def fields(parser: Parser, parsed: argparse.Namespace) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from .. import peers
 from ..cases import Bandwidth, Case, NetPlugin, P2p, RawTcp, Unpack
 from ..failure import Failure
 from ..launcher import GROUP
-from ..options import UNPACK_MODES, required
-from ..parsing import parse_address, resolve
+from ..options import required
+from ..parsing import UNPACK_MODES, parse_address, resolve
 from ..placement import check_memory, known_gpus, pin_to
 from ..processes import Message
 from ..rails import line_rate, missed, most_connections, rail_of, rails_of

@@ -11,23 +11,8 @@ from crossrail_tools.report.units import format_size
 
 from ..cases import Bandwidth, Latency, P2p, Transfers, Verify, Write
 from ..launcher import Launch
-from ..options import (
-    ROUNDS,
-    LinkOptions,
-    Memory,
-    Pin,
-    add_compare,
-    add_ends,
-    add_iterations,
-    add_links,
-    add_memory,
-    add_output,
-    add_pin,
-    add_sizes,
-    add_window,
-    check_tcp,
-)
-from ..parsing import Parser, device_list
+from ..options import LinkOptions, Memory, Pin, check_tcp
+from ..parsing import ROUNDS, Group, Parser, device_list
 from ..peers import KNOWN as KNOWN_PEERS
 from ..placement import allowed_cpus, checked_cpu, describe_pins
 
@@ -131,37 +116,37 @@ def add_arguments(parser: Parser, what: str) -> None:
     sizes = f"bytes per transfer: 64K, 2M, 1G ({DEFAULT_P2P_SIZE})"
     if what != "p2p":
         sizes = f"64K, a list A,B,C, or MIN:MAX doubling ({DEFAULT_SIZES})"
-    add_sizes(work, sizes)
-    add_memory(work)
+    work.add_sizes(sizes)
+    work.add_memory()
     device = "GPU memory: cuda:0 at both ends, or cuda:0,cuda:1 (connecting end, listening end); or cpu"
     work.add_argument("--device", metavar="PLACES", type=device_list, help=device)
     if what == "latency":
         ops = "messages, one-sided writes until the other host sees them, or both (send)"
         work.add_argument("--op", "--test", choices=("send", "write", "both"), help=ops)
-    add_iterations(work)
+    work.add_iterations()
     if what == "p2p":
         verified = (
             f"transfers to verify: all, the first and the last, or none (quick from {format_size(QUICK_FROM)} on)"
         )
         work.add_argument("--verify", choices=("full", "quick", "none"), help=verified)
     how = parser.add_argument_group("how it moves (the same at both ends)")
-    add_links(how)
+    how.add_links()
     if what == "p2p":
         plugin = "move the data through this network plugin of NCCL (libnccl-net*.so, v4 to v12), over all its devices"
         how.add_argument("--net-plugin", metavar="PATH", help=plugin)
     if what != "latency":
         window = "maximum chunks in flight per lane" if what == "p2p" else f"sends before one reply ({WINDOW})"
-        add_window(how, window)
+        how.add_window(window)
     out = parser.add_argument_group("what comes out")
-    add_output(out)
-    add_compare(out, KNOWN_PEERS)
+    out.add_output()
+    out.add_compare(KNOWN_PEERS)
 
 
-def _add_ends(ends: argparse._ArgumentGroup) -> None:
-    add_ends(ends)
+def _add_ends(ends: Group) -> None:
+    ends.add_ends()
     cpus = "processors: DRIVER,OTHER, or `none`; by default the first two allowed if both ends run here, and none for "
     cpus += "p2p and for GPU memory if there are more"
-    add_pin(ends, cpus)
+    ends.add_pin(cpus)
     ends.add_argument("--parent", type=int, help=argparse.SUPPRESS)
 
 

@@ -25,7 +25,7 @@ from crossrail_tools.report.writing import write_text
 
 from ..failure import Failure, UsageFailure, print_notice
 from ..nvml import Gpus
-from ..options import add_secret_file, fields_of
+from ..options import fields_of
 from ..parsing import Command, Parser, parse_address, seconds_up_to
 from ..reporting import check_json
 from .screen import Window, keys
@@ -188,7 +188,7 @@ def add_arguments(parser: Parser) -> None:
     job = "all ranks of a job, on all its machines, through its store; NAME: only that group"
     parser.add_argument("--job", metavar="NAME", nargs="?", const="", help=job)
     parser.add_argument("--store", metavar="ADDRESS", help="the job's store (CROSSRAIL_STORE)")
-    add_secret_file(parser, "the job's processes")
+    parser.add_secret_file("the job's processes")
     parser.set_defaults(outcome=_outcome)
 
 
