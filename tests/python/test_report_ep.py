@@ -9,7 +9,7 @@ import pytest
 from report_samples import environment
 
 from crossrail_tools.report.build import with_peers
-from crossrail_tools.report.ep import EpDeviceRank, EpRank, EpTurn, ep_device_row, ep_row, kernels_us, slowest
+from crossrail_tools.report.ep import EpRank, EpTurn, ep_row, kernels_us, slowest
 from crossrail_tools.report.ep_view import averages_by_rank
 from crossrail_tools.report.schema import PeerResult, Report, Row
 from crossrail_tools.report.tables import console
@@ -117,13 +117,13 @@ def test_the_table_says_what_was_verified_and_how_bytes_count() -> None:
 def test_exchanges_on_gpus_are_told_as_nixl_tells_them() -> None:
     like = replace(LIKE, size=7392, hidden=7168, tokens=512, topk=2, device="cuda", given="bf16", num_sms=132)
 
-    def turn(*averages: float) -> EpTurn[EpDeviceRank]:
+    def turn(*averages: float) -> EpTurn:
         moved = {"logical": 22_000_000, "wire": 11_000_000, "network": 8_000_000}
         rails = {"tcp/eth1": 900, "tcp/eth2": 100}
         spread = [[average - 9.0, average + 9.0] for average in averages]
-        return EpTurn([EpDeviceRank(two, two, moved, ["self", "heap", "network"], rails) for two in spread])
+        return EpTurn([EpRank(two, {}, moved, ["self", "heap", "network"], rails, host_us=two) for two in spread])
 
-    row = ep_device_row(like, [turn(500.0, 550.0), turn(538.6, 600.0)])
+    row = ep_row(like, [turn(500.0, 550.0), turn(538.6, 600.0)])
     assert averages_by_rank(row) == pytest.approx([519.3, 575.0])
     assert [(lane.name, lane.bytes) for lane in row.lanes] == [("tcp/eth1", 7_200_000), ("tcp/eth2", 800_000)]
     text = printed(row)

@@ -12,7 +12,7 @@ from typing import Any
 import crossrail
 from crossrail._native import _DeviceEp
 from crossrail_tools.report.build import as_peer, with_peers
-from crossrail_tools.report.ep import EpDeviceRank, EpTurn, ep_device_row
+from crossrail_tools.report.ep import EpRank, EpTurn, ep_row
 from crossrail_tools.report.schema import Report, Row
 from crossrail_tools.report.units import counted
 from crossrail_tools.verify.checking import Difference, Work
@@ -118,7 +118,7 @@ class _Run:
         self.progress.status("peers start")
         peers.ready()
         likes = {way: self._likes(options, work, passed[self.where.ranks[0]][way], way) for way in self.ways}
-        turns: dict[tuple[str, str], list[EpTurn[EpDeviceRank]]] = {}
+        turns: dict[tuple[str, str], list[EpTurn]] = {}
         for turn in range(options.rounds if options.compare else 1):
             for mode in options.modes:
                 for way in self.ways:
@@ -126,7 +126,7 @@ class _Run:
                     if found is not None:
                         turns.setdefault((way, mode), []).append(found)
                         more = (way, mode) != (self.ways[-1], options.modes[-1])
-                        self.progress.add([ep_device_row(likes[way][mode], [found])], more=more)
+                        self.progress.add([ep_row(likes[way][mode], [found])], more=more)
             if self.peer_options.compare:
                 self.progress.status(f"peers round {turn + 1}")
                 peers.measure()
@@ -134,7 +134,7 @@ class _Run:
         ranks.collect("closed", self.where.ranks, LONG_S)
         if self.where.node != 0:
             return []
-        made = {way: [ep_device_row(likes[way][mode], turns[way, mode]) for mode in options.modes] for way in self.ways}
+        made = {way: [ep_row(likes[way][mode], turns[way, mode]) for mode in options.modes] for way in self.ways}
         beside = {row.what: {NETWORK: as_peer(row, "the same over the network alone")} for row in made.get(NETWORK, [])}
         ours = [with_peers(row, peers.results(row.what) | beside.get(row.what, {})) for row in made[OURS]]
         return ours + made.get(NETWORK, [])
@@ -146,7 +146,7 @@ class _Run:
         own |= {} if way == OURS else {"backend": "none"}
         return {mode: replace(options.row(work, mode), **own) for mode in options.modes}
 
-    def _turn(self, ranks: Ranks, which: tuple[str, str], turn: int) -> EpTurn[EpDeviceRank] | None:
+    def _turn(self, ranks: Ranks, which: tuple[str, str], turn: int) -> EpTurn | None:
         """Measures one mode of one way by both clocks; None on nodes other than the first."""
         found = []
         way, mode = which
@@ -158,7 +158,7 @@ class _Run:
         gpu, host = found
         if gpu is None or host is None:
             return None
-        return EpTurn([EpDeviceRank.of(*both) for both in zip(gpu, host, strict=True)])
+        return EpTurn([EpRank.on_gpu(*both) for both in zip(gpu, host, strict=True)])
 
     def _one(self, ranks: Ranks, which: tuple[str, str], clock: str, tick: OnProgress | None) -> list[Message] | None:
         self.number += 1

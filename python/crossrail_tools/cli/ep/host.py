@@ -104,7 +104,7 @@ class _Run:
 
     def _measure(self, ranks: Ranks) -> list[Row]:
         options = self.options
-        turns: dict[str, list[EpTurn[EpRank]]] = {mode: [] for mode in options.modes}
+        turns: dict[str, list[EpTurn]] = {mode: [] for mode in options.modes}
         theirs = MpiTurns(options, self.work) if options.compare else None
         for turn in range(options.rounds if options.compare else 1):
             for mode in options.modes:
@@ -125,7 +125,7 @@ class _Run:
         results = theirs.results()
         return [with_peers(row, _of_mode(results, row.what)) for row in rows]
 
-    def _one(self, ranks: Ranks, mode: str, tick: OnProgress | None) -> EpTurn[EpRank] | None:
+    def _one(self, ranks: Ranks, mode: str, tick: OnProgress | None) -> EpTurn | None:
         """Runs one measurement; None on nodes other than the first."""
         options = self.options
         self.number += 1
@@ -146,7 +146,7 @@ class _Run:
         return _turn(parts)
 
 
-def _turn(parts: Sequence[list[Message]]) -> EpTurn[EpRank] | None:
+def _turn(parts: Sequence[list[Message]]) -> EpTurn | None:
     """The samples of all ranks, from those of each part; None without parts. Another thread may append to them."""
     ranks = list(zip(*list(parts), strict=True))
     return EpTurn([EpRank.of(one) for one in ranks]) if ranks else None
