@@ -22,7 +22,7 @@ from crossrail_tools.report.page.write import html
 from crossrail_tools.report.schema import Report
 from crossrail_tools.report.sources import SourceError, parse_sources
 from crossrail_tools.report.tables import console
-from crossrail_tools.report.writing import read_bounded, write_report
+from crossrail_tools.report.writing import read_bounded, write_text
 
 RESULTS = Path(__file__).parents[2] / "benches" / "results"
 
@@ -217,7 +217,7 @@ def test_no_text_of_a_file_reaches_a_terminal_as_a_command(name: str, tmp_path: 
     row = replace(report.rows[0], lanes=[lane], unused={HOSTILE: HOSTILE}, notes=[f"=2+2\r{HOSTILE}"])
     environment = replace(report.environment, time=HOSTILE, host=HOSTILE, peers={HOSTILE: HOSTILE})
     path = tmp_path / name
-    write_report(Report(environment, [HOSTILE], [row]), str(path))
+    write_text(Report(environment, [HOSTILE], [row]).dumps(), str(path))
     found = [read_source(path)]
     made = document(found, "Hostile")
     out = io.StringIO()

@@ -12,13 +12,13 @@ import pytest
 from report_samples import p2p_report
 
 from crossrail_tools.report.environment import capture_environment
-from crossrail_tools.report.writing import WriteError, check_destination, write_report, write_text
+from crossrail_tools.report.writing import WriteError, check_destination, write_text
 
 
 def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     path.write_text("before")
-    write_report(p2p_report(), str(path))
+    write_text(p2p_report().dumps(), str(path))
     assert json.loads(path.read_text())["schema"] == "crossrail-bench/1"
     assert list(tmp_path.iterdir()) == [path]
     assert path.stat().st_mode & 0o777 == 0o666 & ~current_umask()
@@ -31,7 +31,7 @@ def current_umask() -> int:
 
 
 def test_dash_is_stdout(capsys: pytest.CaptureFixture[str]) -> None:
-    write_report(p2p_report(), "-")
+    write_text(p2p_report().dumps(), "-")
     assert json.loads(capsys.readouterr().out)["rows"]
 
 
@@ -46,7 +46,7 @@ def test_a_symlink_stays_one(tmp_path: Path) -> None:
 
 def test_a_device_is_written_not_replaced() -> None:
     with pytest.raises(WriteError, match="No space left on device; free some space"):
-        write_report(p2p_report(), "/dev/full")
+        write_text(p2p_report().dumps(), "/dev/full")
     assert not Path("/dev/full").is_file()
 
 

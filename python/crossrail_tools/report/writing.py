@@ -13,8 +13,6 @@ import tempfile
 import time
 from pathlib import Path
 
-from .schema import Report
-
 STDOUT = "-"
 
 
@@ -64,11 +62,6 @@ def read_bounded(path: str | Path, most_bytes: int, patience: float = PIPE_PATIE
                 return bytes(data)
             data += piece
     raise OSError(errno.EFBIG, f"longer than {most_bytes >> 20} MiB, which no file of this kind is")
-
-
-def write_report(report: Report, destination: str) -> None:
-    """Writes ``report`` as JSON, as :func:`write_text` does."""
-    write_text(report.dumps(), destination)
 
 
 def write_text(text: str, destination: str, option: str = "--json") -> None:
