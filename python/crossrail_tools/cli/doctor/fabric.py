@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -92,68 +92,65 @@ def limits(machine: Machine) -> Iterable[Found]:
 
 def writes(machine: Machine) -> Iterable[Found]:
     """Writes between two endpoints of each device: all bytes, and all bits of immediates."""
-    for one, facts in _each(machine, "write", every=True):
-        if isinstance(facts, Found):
-            yield facts
-            continue
+
+    def judge(one: FabricDevice, facts: Any) -> Found:
         text = f"8 bytes in {format_duration_us(facts['latency_us'])}, 1 MiB at {format_rate(facts['gb_per_s'])}"
-        yield Found("ok", f"{text}, compared; immediates keep their 32 bits", subject=_name(one))
+        return Found("ok", f"{text}, compared; immediates keep their 32 bits", subject=_name(one))
+
+    return _each(machine, "write", judge, every=True)
 
 
 def keys(machine: Machine) -> Iterable[Found]:
     """A write by a key that was not given: nothing may be written."""
-    for one, facts in _each(machine, "key"):
-        if isinstance(facts, Found):
-            yield facts
-            continue
+
+    def judge(one: FabricDevice, facts: Any) -> Found:
         if facts["written"]:
             text = f"a wrong key wrote {format_bytes(facts['written'])}: any peer that reaches this NIC can write"
-            yield Found(
-                "error", text, f"CROSSRAIL_TLS=^fabric; report this, with provider {one['provider']}", _name(one)
-            )
-            continue
+            fix = f"CROSSRAIL_TLS=^fabric; report this, with provider {one['provider']}"
+            return Found("error", text, fix, _name(one))
         refused = f"refused after {facts['error_ms']:.0f} ms" if facts["refused"] else "dropped without an error"
         after = "later writes arrive" if facts["survives"] else "the connection is lost with it"
-        yield Found("ok", f"a write by a wrong key is {refused}; {after}", subject=_name(one))
+        return Found("ok", f"a write by a wrong key is {refused}; {after}", subject=_name(one))
+
+    return _each(machine, "key", judge)
 
 
 def fences(machine: Machine) -> Iterable[Found]:
     """A registration that is closed while a write is arriving: does the write stop?"""
-    for one, facts in _each(machine, "fence"):
-        if isinstance(facts, Found):
-            yield facts
-        elif not facts["began"]:
-            yield Found("note", "the write was over before its registration was closed", subject=_name(one))
-        elif facts["fenced"]:
-            yield Found("ok", "a closed registration stops a write that is arriving", subject=_name(one))
-        else:
-            text = f"{format_bytes(facts['after_bytes'])} were written after the registration was closed"
-            text += ": a peer that does not confirm loses its lane before memory is returned"
-            yield Found("note", text, subject=_name(one))
+
+    def judge(one: FabricDevice, facts: Any) -> Found:
+        if not facts["began"]:
+            return Found("note", "the write was over before its registration was closed", subject=_name(one))
+        if facts["fenced"]:
+            return Found("ok", "a closed registration stops a write that is arriving", subject=_name(one))
+        text = f"{format_bytes(facts['after_bytes'])} were written after the registration was closed"
+        text += ": a peer that does not confirm loses its lane before memory is returned"
+        return Found("note", text, subject=_name(one))
+
+    return _each(machine, "fence", judge)
 
 
 def rows(machine: Machine) -> Iterable[Found]:
     """From which length on rows are faster one by one than packed."""
-    for one, facts in _each(machine, "rows"):
-        if isinstance(facts, Found):
-            yield facts
-            continue
+
+    def judge(one: FabricDevice, facts: Any) -> Found:
         length = format_size(int(facts["packed_below_bytes"]))
-        yield Found("ok", f"rows of less than {length} are faster packed into one write", subject=_name(one))
+        return Found("ok", f"rows of less than {length} are faster packed into one write", subject=_name(one))
+
+    return _each(machine, "rows", judge)
 
 
 def registration(machine: Machine) -> Iterable[Found]:
     """The cost of registering host memory."""
-    for one, facts in _each(machine, "register"):
-        if isinstance(facts, Found):
-            yield facts
-            continue
+
+    def judge(one: FabricDevice, facts: Any) -> Found:
         first, later = facts["first_ms_per_gib"], facts["later_ms_per_gib"]
         text = f"{first:.1f} ms per GiB, {later:.1f} with 256 MiB registered"
         if max(first, later) > SLOW_MS:
-            yield Found("note", text, "register pools once, before traffic: Worker.register", _name(one))
-        else:
-            yield Found("ok", text, subject=_name(one))
+            return Found("note", text, "register pools once, before traffic: Worker.register", _name(one))
+        return Found("ok", text, subject=_name(one))
+
+    return _each(machine, "register", judge)
 
 
 def gpu_memory(machine: Machine) -> Iterable[Found]:
@@ -210,15 +207,17 @@ def _first_of_each(known: Sequence[FabricDevice]) -> list[FabricDevice]:
     return list({one["provider"]: one for one in reversed(known)}.values())[::-1]
 
 
-def _each(machine: Machine, test: str, *, every: bool = False) -> Iterable[tuple[FabricDevice, Any]]:
-    """The facts of a test of each device, or of the first of each provider; a finding where it fails."""
+def _each(
+    machine: Machine, test: str, judge: Callable[[FabricDevice, Any], Found], *, every: bool = False
+) -> Iterable[Found]:
+    """The findings of a test, of each device or of the first of each provider; a failed test is an error."""
     known = _tested(machine)
     for one in known if every else _first_of_each(known):
         try:
-            yield one, _ask({"test": test, "provider": one["provider"], "device": one["name"]})
+            yield judge(one, _ask({"test": test, "provider": one["provider"], "device": one["name"]}))
         except Failure as error:
             fix = f"FI_LOG_LEVEL=warn crossrail doctor --fabric {one['provider']} --only fabric-{test}"
-            yield one, Found("error", str(error), fix, _name(one))
+            yield Found("error", str(error), fix, _name(one))
 
 
 def _ask(job: Message) -> dict[str, Any]:
