@@ -425,10 +425,37 @@ static void eintr(void) {
     CHECK(result == 2 && signals > 10);
 }
 
+/* Runs as the thread ends, when the library's own variables of the thread are gone. */
+static void finishes(void *sent) {
+    char in[8] = "";
+    xrail_request *late, *first;
+    OK(xrail_recv(b, in, sizeof in, 2, XRAIL_ALL_BITS, NULL, NULL, &late));
+    FAILS(XRAIL_ERROR_TIMEOUT, xrail_wait(late, 1000, NULL));
+    FAILS(XRAIL_ERROR_USAGE, xrail_send(to_b, NULL, 8, 2, NULL, &first));
+    OK(xrail_send(to_b, sent, 8, 2, NULL, &first));
+    OK(xrail_finish(&first, XRAIL_DEFAULT, NULL));
+    OK(xrail_finish(&late, XRAIL_DEFAULT, NULL));
+    CHECK(strcmp(in, sent) == 0);
+}
+
+static pthread_key_t at_end;
+static void *ends(void *unused) {
+    FAILS(XRAIL_ERROR_TIMEOUT, xrail_accept(a, 0, &to_a)); /* the thread has its variables */
+    CHECK(pthread_setspecific(at_end, "message") == 0);
+    return unused;
+}
+
+static void ending(void) {
+    pthread_t thread;
+    CHECK(pthread_key_create(&at_end, finishes) == 0);
+    CHECK(pthread_create(&thread, NULL, ends, NULL) == 0 && pthread_join(thread, NULL) == 0);
+}
+
 int main(int argc, char **argv) {
     static const struct { const char *name; void (*run)(void); } all[] = {
         {"messages", messages}, {"waits", waits}, {"interrupts", interrupts}, {"queues", queues}, {"memory", memory},
-        {"lists", lists}, {"errors", errors}, {"logs", logs}, {"forks", forks}, {"eintr", eintr}};
+        {"lists", lists}, {"errors", errors}, {"logs", logs}, {"forks", forks}, {"eintr", eintr},
+        {"ending", ending}};
     const char *tls = argc > 2 ? argv[2] : "shm";
     for (size_t at = 0; argc > 1 && at < sizeof all / sizeof *all; at++) {
         if (strcmp(argv[1], all[at].name) != 0) continue;

@@ -91,7 +91,8 @@ impl Shared {
 
     /// Runs a wait that `xrail_worker_interrupt` ends; whether it has.
     pub(crate) fn interruptible<T>(&self, wait: impl FnOnce() -> Result<T>) -> (Result<T>, bool) {
-        let own = OWN.with(Arc::clone);
+        // Also on a thread that is ending, and has lost its own: where a destructor of the program's finishes a request.
+        let own = OWN.try_with(Arc::clone).unwrap_or_else(|_| Interrupt::new());
         own.clear();
         self.waits.lock().push(Arc::clone(&own));
         let waiting = Waiting(self, own);

@@ -37,7 +37,9 @@ impl Interrupt {
 
     /// Runs `wait` on this thread so that [`Interrupt::raise`] ends it early. The innermost interrupt counts.
     pub fn run<T>(self: &Arc<Self>, wait: impl FnOnce() -> T) -> T {
-        let _outer = Outer(CURRENT.replace(Some(Arc::clone(self))));
+        // A thread that is ending has lost its variables: what it waits for then cannot be interrupted.
+        let outer = CURRENT.try_with(|current| current.replace(Some(Arc::clone(self))));
+        let _outer = Outer(outer.unwrap_or_default());
         wait()
     }
 
@@ -77,20 +79,21 @@ struct Outer(Option<Arc<Interrupt>>);
 
 impl Drop for Outer {
     fn drop(&mut self) {
-        CURRENT.set(self.0.take());
+        let _ = CURRENT.try_with(|current| current.replace(self.0.take()));
     }
 }
 
 /// Whether this thread's wait must end. False outside of [`Interrupt::run`].
 pub fn raised() -> bool {
-    CURRENT.with_borrow(|current| current.as_ref().is_some_and(|interrupt| interrupt.is_raised()))
+    let is_raised = |current: &Option<Arc<Interrupt>>| current.as_ref().is_some_and(|interrupt| interrupt.is_raised());
+    CURRENT.try_with(|current| is_raised(&current.borrow())).unwrap_or_default()
 }
 
 /// Registers how to wake this thread while it sleeps, until the guard is dropped. `wake` returns the closure that
 /// another thread calls for this; it is not called where nothing can interrupt the wait. Check [`raised`] after this
 /// and before each sleep. The closure must not take a lock that this thread holds whenever it is awake.
 pub fn sleeping<W: Fn() + Send + Sync + 'static>(wake: impl FnOnce() -> W) -> Sleeping {
-    let current = CURRENT.with_borrow(Clone::clone);
+    let current = CURRENT.try_with(|current| current.borrow().clone()).unwrap_or_default();
     if let Some(interrupt) = &current {
         *interrupt.sleeper() = Some(Arc::new(wake()));
     }
