@@ -26,7 +26,7 @@ say = @printf '\n== %s\n' "$(1)"
 	lint-rust lint-python check-aarch64 test-rust test-fuzz test-python test-pages pages pins rust \
 	bench-gpu-experts bench-gpu-nccl gpu-pack rust-calculates rust-waits rust-rest \
 	models tsan miri deny engines gevent fuzz fuzz-rust fuzz-python fabric-seeds chaos chaos-ranks chaos-together growth soak simulate \
-	site test-release release release-check install-c c-library memory-c
+	site test-release release release-check install-c c-library memory-c cost-c
 
 help:
 	@echo "Build and try"
@@ -279,6 +279,11 @@ c-library: $(TOOLS)
 memory-c: c-library
 	$(call say,C library: valgrind and sanitizers)
 	$(BIN)/python tests/capi/memory.py
+
+# Not part of `make test`: the library as it is released compiles everything once more.
+cost-c: build
+	$(call say,C library: instructions beside those of Rust)
+	$(BIN)/python benches/instructions.py --from-c
 
 test-python: build c-library
 	$(call say,test: Python and test bed)

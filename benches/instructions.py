@@ -11,6 +11,7 @@ depends on the compiler, so the baseline names the compiler that it was recorded
 
     python benches/instructions.py            count, and compare with the baseline (exit 1: above it by TOLERANCE)
     python benches/instructions.py --record   count, and replace the baseline
+    python benches/instructions.py --from-c   count from C, and compare with Rust (exit 1: above it by C_TOLERANCE)
 
 Only `--record` writes benches/baseline.json. `make bench` and the tests compare with it and leave it alone, so that
 several small increases can't pass one after the other.
@@ -221,6 +222,7 @@ def main() -> int:
     """Counts alone, without the rest of the benchmark."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--record", action="store_true", help=f"write {BASELINE.relative_to(ROOT)}")
+    parser.add_argument("--from-c", action="store_true", help="compare programs in C with those in Rust")
     arguments = parser.parse_args()
     if arguments.record and (changed := changed_files()):
         print(f"instructions.py: a baseline names its commit; commit first: {', '.join(changed)}", file=sys.stderr)
@@ -230,7 +232,11 @@ def main() -> int:
         write_text(json.dumps(data, indent=1) + "\n", str(BASELINE))
         print(f"recorded in {BASELINE.relative_to(ROOT)}: {data[FIGURES]}")
         return 0
-    outcomes = compared(data[FIGURES], baseline())
+    if arguments.from_c:
+        with tempfile.TemporaryDirectory() as folder:
+            _, outcomes = compared_with_c(Path(folder), data[FIGURES]["shm"])
+    else:
+        outcomes = compared(data[FIGURES], baseline())
     for outcome in outcomes:
         print(f"{outcome.work}: {outcome.ours}; {outcome.peer}; {outcome.ratio}", *outcome.notes)
     return 0 if all(outcome.met for outcome in outcomes) else 1

@@ -50,8 +50,8 @@ class Part:
 
 PARTS = (
     Part("deny", "licenses, sources, duplicates and advisories of packages", 600),
-    Part("models", "locks and shared memory in every order that the memory model allows", 600),
-    Part("miri", "the protocol and rings in an interpreter that finds undefined behaviour", 900),
+    Part("models", "locks and shared memory in every order that the memory model allows", 300),
+    Part("miri", "the protocol and rings in an interpreter that finds undefined behaviour", 600),
     Part("tsan", "data races between threads", 2000),
     Part("fuzz", "a stranger's bytes", 1100, {"FUZZ_SECONDS": 600}, "FUZZ_SEED"),
     Part(
@@ -71,6 +71,7 @@ PARTS = (
         "CHAOS_SEED",
     ),
     Part("memory-c", "the C library under valgrind and sanitizers", 900),
+    Part("cost-c", "instructions that C adds to a round trip and to rows", 600),
     Part("growth", "memory after thousands of cycles of everything", 1200, {"GROWTH_SECONDS": 120}),
     Part("test-pages", "pages in a browser", 400),
     Part("engines", "vLLM's and SGLang's own connections over the modules nixl and mooncake", 300),

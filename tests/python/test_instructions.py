@@ -30,16 +30,6 @@ def test_a_round_trip_takes_no_more_instructions_than_the_baseline() -> None:
     assert instructions.BASELINE.read_text() == before
 
 
-@pytest.mark.timeout(1800)  # builds the example, and the C library as it is released
-def test_programs_in_c_take_as_many_instructions_as_those_in_rust(tmp_path: Path) -> None:
-    if missing := [tool for tool in ("valgrind", "cargo") if shutil.which(tool) is None]:
-        assert os.environ.get("CI") != "true", f"CI=true, but {missing} are not installed"
-        pytest.skip(f"{' and '.join(missing)} not installed")
-    round_trip = instructions.count(instructions.build("crossrail", "hotpath"), "shm")
-    counted, outcomes = instructions.compared_with_c(tmp_path, round_trip)
-    assert [outcome.met for outcome in outcomes] == [True] * len(counted), outcomes
-
-
 @pytest.mark.timeout(900)  # builds the example
 def test_idle_endpoints_cost_a_busy_one_nothing() -> None:
     if missing := [tool for tool in ("valgrind", "cargo") if shutil.which(tool) is None]:

@@ -62,6 +62,7 @@ PARTS = [
     "chaos-ranks",
     "chaos-together",
     "memory-c",
+    "cost-c",
     "growth",
 ]
 PARTS += ["test-pages", "engines", "gevent"]
