@@ -82,7 +82,9 @@ fn joining_ends_at_its_deadline_whatever_is_written() {
             there.write_all(&introduction[..len]).expect("room");
             let notes = NOTE.repeat(64);
             let start = Instant::now();
-            while !over.load(Ordering::Acquire) && start.elapsed() < LIMIT && there.write_all(&notes).is_ok() {}
+            while !over.load(Ordering::Acquire) && start.elapsed() < LIMIT && there.write_all(&notes).is_ok() {
+                std::thread::yield_now();
+            }
         });
         let start = Instant::now();
         let error = attach(here, &offer, "mallory", "fabric/tcp", start + Duration::from_millis(300)).err();
