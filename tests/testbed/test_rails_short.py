@@ -41,12 +41,14 @@ def run(bed: Bed, op: str, size: int) -> tuple[float, dict[str, float]]:
 def test_short_one_sided_operations_use_all_rails(make_bed: MAKE, op: str, size: int) -> None:
     """On the connection for messages alone they reach its rail's part, 0.07 here, and the others carry nothing."""
     bed = make_bed(UNEVEN_MBIT)
-    reach, within = (0.5, 0.1) if size > 16 << 10 else (0.25, 0.15)  # short ones take a busy machine long
+    # Short ones take a busy machine long: then the processors set the rails' shares, not their rates.
+    reach, within = (0.5, 0.12) if size > 16 << 10 else (0.2, 0.4)
     seen = []
     for _ in range(4):  # other work on the machine takes from a run's rate, and shifts its shares
         reached, shares = run(bed, op, size)
         seen.append(f"{reached:.3f} of the sum, shares {shares}")
         parts = zip((shares[rail] for rail in bed.rails), UNEVEN_MBIT, strict=True)
-        if reached > reach and all(abs(part - mbit / sum(UNEVEN_MBIT)) < within for part, mbit in parts):
+        in_proportion = all(abs(part - mbit / sum(UNEVEN_MBIT)) < within for part, mbit in parts)
+        if reached > reach and in_proportion and min(shares.values()) > 0.02 and shares["eth4"] > shares["eth1"]:
             return
     raise AssertionError("\n".join(seen))

@@ -7,6 +7,9 @@ use crate::{LaneSpec, Time};
 /// Minimum age of a chunk, in nanoseconds, before it counts as overdue, whatever it was expected to take.
 const OVERDUE_MIN: u64 = 10_000_000;
 
+/// Nanoseconds with chunks in flight over which the rate is averaged.
+const AVERAGED: u64 = 10_000_000;
+
 /// Minimum number of bytes to send per connection of a rail before the next connection is used.
 const PART_MIN: u64 = 2 << 20;
 
@@ -91,7 +94,7 @@ impl Lane {
             progress: now,
             alive: now,
             suspected: false,
-            meter: Meter::over(0),
+            meter: Meter::over(AVERAGED),
             measured: now,
             place: None,
             rank: 0,
