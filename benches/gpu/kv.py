@@ -24,13 +24,8 @@ def kv(effort: Effort, found: ScenarioResults) -> None:
     NIXL takes part at 1k tokens: a transfer of more takes it seconds.
     """
     one_gpu = shared() or gpu_count()[0] == 1
-    common = (
-        "--preset=dsv4",
-        "--page=16,64",
-        "--device=cuda:0" if one_gpu else "--device=cuda:0,cuda:1",
-        f"--rounds={effort.rounds}",
-        f"--iters={effort.scaled(8)}",
-    )
+    device = "--device=cuda:0" if one_gpu else "--device=cuda:0,cuda:1"
+    common = ("--preset=dsv4", "--page=16,64", device, f"--rounds={effort.rounds}", f"--iters={effort.scaled(8)}")
     for way, *grid in (
         ("cuda_ipc", "--isl=8K,32K", "--bulk"),
         ("cuda_ipc", "--isl=1K", "--compare=nixl"),
