@@ -62,7 +62,7 @@ fn opens_all(endpoint: &Endpoint) {
     }
 }
 
-fn end_of<'a>(victim: &'a Worker, peer: &str) -> Endpoint {
+fn end_of(victim: &Worker, peer: &str) -> Endpoint {
     let is_it = |endpoint: &Endpoint| endpoint.is_alive() && endpoint.peer() == peer;
     let (start, mut found) = (Instant::now(), None);
     while found.is_none() {

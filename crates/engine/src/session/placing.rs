@@ -559,9 +559,11 @@ mod tests {
         assert!(second >= first / 4 && third > 0 && third < second, "{first} {second} {third}");
         assert_eq!(placings.door(of(1, 0), 160).expect_err("full").kind, ErrorKind::Exhausted);
         // What is asked for does not count.
-        (0..16).for_each(|index| drop(placings.next(EndpointId(1), index).expect("a descriptor")));
+        let asked: Vec<_> = (0..16).map(|index| placings.next(EndpointId(1), index).expect("a descriptor")).collect();
         assert!((0..500).all(|_| placings.door(of(1, 0), 160).is_ok()));
         assert!(taken(2) > 0);
+        drop(asked);
+        assert_eq!(placings.door(of(1, 0), 160).expect_err("it was dropped").kind, ErrorKind::Refused);
         placings.end(|endpoint| endpoint == EndpointId(2), "it has ended");
         assert!(taken(4) > second, "those that have ended make room");
     }
