@@ -13,10 +13,10 @@ use crossrail_types::{EndpointId, LaneId};
 use proto::{DirectId, Memory, Offer, Role};
 
 use super::gpu::{GpuMemory, NoteFailed};
-use super::lanes::{PolledLane, PolledLanes};
 use super::lingering::Lingering;
 use super::peer_memory::{create_domain, domain, space_of};
 use super::peers::Peer;
+use super::polled_lanes::{PolledLane, PolledLanes};
 use super::rows::part::is_paired;
 use super::rows::view::View;
 use super::tables::Tables;

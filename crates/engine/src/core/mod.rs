@@ -32,6 +32,7 @@ mod operations;
 mod outcome;
 mod peer_memory;
 mod peers;
+mod polled_lanes;
 mod receipt;
 mod resting;
 mod returns;

@@ -6,7 +6,7 @@ use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, Result};
 
 use super::Core;
 use super::gpu::GpuMemory;
-use super::lanes::PolledLanes;
+use super::polled_lanes::PolledLanes;
 use super::tables::Tables;
 use crate::memory::Space;
 

@@ -1,6 +1,6 @@
 //! Idle endpoints, which cost the busy ones nothing, however many there are.
 //!
-//! A lane that was idle for a while rests (see [`PolledLanes`](super::lanes::PolledLanes)): it is armed, so its peer
+//! A lane that was idle for a while rests (see [`PolledLanes`](super::polled_lanes::PolledLanes)): it is armed, so its peer
 //! sends a wake-up with the next frame, and not polled. While threads poll and therefore do not sleep in epoll, they
 //! ask epoll for such wake-ups every now and then. Nothing is in flight with a resting lane's peer, so its timers are
 //! looked at rarely.

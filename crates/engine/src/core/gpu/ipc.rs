@@ -9,7 +9,7 @@ use crossrail_cuda_ipc::{Gpus, Link};
 use crossrail_transport::LaneError;
 use crossrail_types::{EndpointId, LaneId};
 
-use crate::core::lanes::PolledLanes;
+use crate::core::polled_lanes::PolledLanes;
 use crate::core::tables::Tables;
 
 /// How long an allocation that an announcement named may take to arrive.

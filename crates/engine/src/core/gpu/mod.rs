@@ -17,8 +17,8 @@ use crossrail_transport::{Place, Tx};
 use crossrail_types::{EndpointId, LaneId, OpId};
 use proto::{Memory, Out};
 
-use super::lanes::PolledLanes;
 use super::outcome::Submission;
+use super::polled_lanes::PolledLanes;
 use super::tables::Tables;
 pub(crate) use inbox::Inbox;
 use ipc::IpcLinks;

@@ -5,9 +5,10 @@ use crossrail_transport::Lane;
 use crossrail_types::{EndpointId, Head, LaneId};
 
 use super::Transfers;
-use crate::core::lanes::{Lanes, PolledLanes};
+use crate::core::lanes::Lanes;
 use crate::core::operations::{Received, UsualLane, Wanted};
 use crate::core::peers::Peer;
+use crate::core::polled_lanes::PolledLanes;
 use crate::core::tables::Tables;
 
 impl Transfers {
