@@ -25,9 +25,7 @@ def _fabric() -> None:
         pytest.skip(f"{row['reason']}; {row['fix']}")
     # Before 1.18 tcp is there beneath ofi_rxm only, which ends a process whose peer's link is lost.
     if "ofi_rxm" in str(row):
-        pytest.skip(
-            "the provider tcp of this libfabric is tcp;ofi_rxm: name one of 1.18 or newer in CROSSRAIL_FABRIC_LIBRARY"
-        )
+        pytest.skip("tcp of this libfabric is tcp;ofi_rxm: name a library of 1.18 or newer in CROSSRAIL_FABRIC_LIBRARY")
 
 
 def test_four_rails_over_libfabric_share_equally(make_bed: MAKE) -> None:
