@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "crates" / "nccl-plugin"
 LIBRARY = ROOT / "python" / "crossrail" / "libnccl-net-crossrail.so"
-GLIBC = "2.17"
+GLIBC = "2.28"
 
 
 def build(zig_target: str | None = None) -> None:

@@ -44,8 +44,8 @@ NATIVE = "native"
 OLDEST, NEWEST = 10, 14
 """Minor versions of Python 3 that are tried."""
 C_MACHINES = ("x86_64", "aarch64")
-C_GLIBC = "2.17"
-"""The oldest glibc that the C library runs with, if zig links it; wheels are linked alike."""
+GLIBC = nccl_plugin.GLIBC
+"""The oldest glibc that wheels and the C library run with, if zig links them."""
 C_EXAMPLES = ROOT / "examples" / "c"
 SMOKE = ROOT / "packaging" / "smoke.py"
 SUMS = "SHA256SUMS"
@@ -154,6 +154,7 @@ def make_wheel(target: str, report: Report) -> None:
     env = {"RUSTFLAGS": " ".join(f"--remap-path-prefix={old}={new}" for old, new in renamed.items())}
     command = ["maturin", "build", "--release", "--locked", "--zig", "--target", target]
     if not target.endswith("-musl"):
+        command += ["--compatibility", f"manylinux_{GLIBC.replace('.', '_')}"]
         run(sys.executable, "packaging/nccl_plugin.py", "--zig", target, env=env)
         return add_wheel(command, env, report)
     # NCCL exists for glibc only: the plugin of this machine stands aside meanwhile.
@@ -225,7 +226,7 @@ def make_c_library(report: Report) -> None:
     DIST.mkdir(exist_ok=True)
     machine = os.uname().machine
     by_zig = importlib.util.find_spec("ziglang") is not None
-    target = f"{machine}-linux-gnu.{C_GLIBC}"
+    target = f"{machine}-linux-gnu.{GLIBC}"
     env = {"CC": f"{sys.executable} -m ziglang cc -target {target}"} if by_zig else {}
     with tempfile.TemporaryDirectory() as folder:
         run("make", "install-c", f"DESTDIR={folder}", "PREFIX=/usr", env=env)
@@ -234,8 +235,8 @@ def make_c_library(report: Report) -> None:
         with tarfile.open(DIST / name, "w:gz") as archive:
             archive.add(Path(folder) / "usr", arcname=name.removesuffix(".tar.gz"))
     report.done.append(f"{name}: for glibc {'.'.join(map(str, needed))} and later")
-    if needed > tuple(map(int, C_GLIBC.split("."))):
-        report.missing.append(f"{name} for glibc {C_GLIBC}: it needs {'.'.join(map(str, needed))}; ziglang links it")
+    if needed > tuple(map(int, GLIBC.split("."))):
+        report.missing.append(f"{name} for glibc {GLIBC}: it needs {'.'.join(map(str, needed))}; ziglang links it")
 
 
 def c_archive(machine: str) -> str:
@@ -362,6 +363,8 @@ def check_contents(report: Report) -> None:
         missing = [one for one in wanted if not any(name.endswith(one) for name in names)]
         if missing:
             raise Failed(f"{wheel.name} lacks {', '.join(missing)}")
+        if "musl" not in wheel.name and (found := unversioned(wheel)):
+            raise Failed(f"{wheel.name} needs a newer glibc than it was linked against: {', '.join(found)}")
         report.done.append(f"{wheel.name}: {len(names)} files, with types, man page and bill of materials")
 
 
@@ -406,6 +409,22 @@ def run_both_ends(listener: Path, connector: Path) -> str:
     if listening.returncode:
         raise Failed(f"{listener} listen: exit code {listening.returncode}")
     return said.strip()
+
+
+def unversioned(wheel: Path) -> list[str]:
+    """Functions that libraries of a wheel need from no version of a library.
+
+    The linker leaves them so where its glibc has none of that name, and so may the system that loads it. Python's have
+    no version.
+    """
+    found: set[str] = set()
+    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            if name.endswith(".so"):
+                symbols = run("readelf", "--dyn-syms", "--wide", archive.extract(name, folder))
+                needed = re.findall(r"\bGLOBAL +DEFAULT +UND (\w+)$", symbols, re.MULTILINE)
+                found |= {one for one in needed if not re.match("_?Py", one)}
+    return sorted(found)
 
 
 def main() -> int:

@@ -29,7 +29,7 @@ Requires-Dist: numpy>=1.24
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Both bills of a release with one wheel, by their language."""
     dist = tmp_path_factory.mktemp("dist")
-    with zipfile.ZipFile(dist / "crossrail-0.1.0-cp310-abi3-manylinux_2_17_x86_64.whl", "w") as archive:
+    with zipfile.ZipFile(dist / "crossrail-0.1.0-cp310-abi3-manylinux_2_28_x86_64.whl", "w") as archive:
         archive.writestr("crossrail-0.1.0.dist-info/METADATA", METADATA)
     paths = bills.write(dist, "0.1.0")
     return {path.name.split(".")[2].partition("-")[2]: json.loads(path.read_text(encoding="utf-8")) for path in paths}
