@@ -90,6 +90,14 @@ impl Connection {
     }
 }
 
+/// Order in which rank `me` connects to `others`, which ascend: it dials the lower ones before it waits for the others, so
+/// that no two ranks wait for each other. The nearest first: if all began with the same rank, that one would serve all of
+/// them, and turn most of them away, while the others wait.
+fn in_order<T>(me: u32, others: Vec<(u32, T)>) -> impl Iterator<Item = (u32, T)> {
+    let (lower, higher) = others.into_iter().partition::<Vec<_>, _>(|(rank, _)| *rank < me);
+    lower.into_iter().rev().chain(higher)
+}
+
 /// Whether `error` means that the other rank has ended.
 fn is_gone(error: &Error, endpoint: &Endpoint) -> bool {
     matches!(error.kind, ErrorKind::PeerDead | ErrorKind::Closed) && !endpoint.is_alive()
@@ -250,21 +258,13 @@ impl Meeting {
         }
         self.accepted.lock().retain(|_, endpoint| endpoint.is_alive());
         let announcements = self.await_announcements(new, &mut deadline)?;
-        // Dial every rank that this one dials before waiting for others, so that no two ranks wait for each other. The
-        // nearest first: if all began with the same rank, it would serve all of them while the others wait.
-        let (dialled, dialling) = new.iter().zip(announcements).partition::<Vec<_>, _>(|(rank, _)| **rank > self.me);
         let mut connections: Vec<Connection> = Vec::with_capacity(new.len());
-        for (rank, announcement) in dialling.into_iter().rev().chain(dialled) {
-            let connection = match *rank < self.me {
-                true => self.dial(*rank, announcement, deadline),
+        for (rank, announcement) in in_order(self.me, new.iter().copied().zip(announcements).collect()) {
+            let connection = match rank < self.me {
+                true => self.dial(rank, announcement, deadline),
                 false => {
                     let near = self.is_near(&announcement);
-                    self.accept(*rank, deadline).map(|endpoint| Connection {
-                        rank: *rank,
-                        near,
-                        endpoint,
-                        dialled: None,
-                    })
+                    self.accept(rank, deadline).map(|endpoint| Connection { rank, near, endpoint, dialled: None })
                 }
             };
             connections.push(
@@ -563,4 +563,32 @@ pub fn random_id() -> Result<u64> {
     getrandom::fill(&mut bytes)
         .map_err(|error| Error::new(ErrorKind::Io, "ExpertBuffer", format!("no random bytes: {error}")))?;
     Ok(u64::from_ne_bytes(bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_rank_is_dialled_by_one_at_a_time() {
+        let ranks = 64;
+        let order = |me: u32| -> Vec<u32> {
+            let others = (0..ranks).filter(|rank| *rank != me).map(|rank| (rank, ()));
+            in_order(me, others.collect()).map(|(rank, ())| rank).collect()
+        };
+        let orders: Vec<Vec<u32>> = (0..ranks).map(order).collect();
+        for step in 0..ranks as usize - 1 {
+            let dialled =
+                |(me, order): (usize, &Vec<u32>)| order.get(step).copied().filter(|rank| (*rank as usize) < me);
+            let mut dialled: Vec<u32> = orders.iter().enumerate().filter_map(dialled).collect();
+            let all = dialled.len();
+            dialled.sort_unstable();
+            dialled.dedup();
+            assert_eq!(dialled.len(), all, "step {step}");
+        }
+        for (me, order) in orders.iter().enumerate() {
+            assert!(order[..me].iter().all(|rank| (*rank as usize) < me), "rank {me} dials before it waits");
+            assert!(order[me..].is_sorted() && order.len() == ranks as usize - 1);
+        }
+    }
 }

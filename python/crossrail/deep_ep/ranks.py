@@ -179,12 +179,13 @@ class Peers:
             raise
 
     def _connect(self, group: Group, key: str) -> None:
-        """The later ranks connect, the earlier ones accept."""
+        """The later ranks connect, each to the nearest first: none serves all at once. The earlier ones accept."""
         group.publish(key, self._worker.address())
         addresses = group.collect(key)
-        for rank in range(self.rank):
+        hellos = []
+        for rank in reversed(range(self.rank)):
             endpoint = self._endpoints[rank] = self._worker.connect(addresses[rank])
-            endpoint.send(struct.pack("<I", self.rank), _HELLO).wait()
+            hellos.append(endpoint.send(struct.pack("<I", self.rank), _HELLO))
         for _ in range(self.rank + 1, self.size):
             endpoint = self._worker.accept()
             hello = bytearray(4)
@@ -194,6 +195,8 @@ class Peers:
                 detail = f"{endpoint.peer} calls itself rank {rank} of {self.size}, which it cannot be"
                 raise ProtocolError(f"crossrail.deep_ep: {detail}", operation="exchange", detail=detail)
             self._endpoints[rank] = endpoint
+        for sent in hellos:
+            sent.wait()
 
     def next_call(self) -> None:
         """See `Ranks`."""

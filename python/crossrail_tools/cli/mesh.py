@@ -241,7 +241,7 @@ def _connected(
     group.publish("address", worker.address())
     addresses = group.collect("address")
     peers: list[crossrail.Endpoint | None] = [None] * group.size
-    for rank in range(group.rank):
+    for rank in reversed(range(group.rank)):  # the nearest first, so that no rank serves all at once
         peers[rank] = worker.connect(addresses[rank], require=require)
     for _ in range(group.rank + 1, group.size):
         endpoint = worker.accept()
