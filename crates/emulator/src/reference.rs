@@ -288,6 +288,15 @@ pub fn combine_expert_coded(
                     total.add_values(&coding.carried(values, rank == source), weight);
                 }
             }
+            if shape.tuning.node > 0 {
+                // Ranks of a node in order, rounded, then nodes in order.
+                for node in sums.chunks(shape.tuning.node as usize).filter(|node| node.iter().any(Option::is_some)) {
+                    let mut whole = Sum::new(shape);
+                    node.iter().flatten().for_each(|sum| whole.add(&sum.rounded(), None));
+                    total.add(&whole.rounded(), None);
+                }
+                sums.clear();
+            }
             for (rank, sum) in sums.iter().enumerate() {
                 let Some(sum) = sum else { continue };
                 total.add_values(&coding.carried(&sum.rounded(), rank == source), None);

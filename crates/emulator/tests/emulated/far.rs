@@ -28,7 +28,7 @@ const fn of_node(shape: Shape) -> Shape {
 
 /// Streams of the ranks' proxies.
 const PROXIES: u32 = 300;
-const PROXY: &str = "kernels/proxy.cu";
+pub(crate) const PROXY: &str = "kernels/proxy.cu";
 
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -64,6 +64,8 @@ unsafe impl KernelArgs for EndArgs {}
 struct Decoder {
     inbox: Inbox,
     last: [Cell<u64>; 2],
+    /// Bytes of rows that its proxy has carried, by sequence.
+    rows: [Cell<u64>; 2],
 }
 
 /// Decodes a command that has arrived: kind, offset, count and value of its announcement.
@@ -74,6 +76,10 @@ unsafe extern "C" fn decode(context: *const Decoder, what: u64, number: u64, out
     let last = &decoder.last[usize::from(command.sequence() == Sequence::Combine)];
     let epoch = command.epoch(last.get());
     last.set(last.get().max(epoch));
+    if command.is_rows() {
+        let rows = &decoder.rows[usize::from(command.sequence() == Sequence::Combine)];
+        rows.set(rows.get() + command.len());
+    }
     let words = match decoder.inbox.announce(&command, epoch) {
         Ok(Announce::Flags { at, count, value }) => [0, at, count, value],
         Ok(Announce::Tags { at, count, tag }) => [1, at, count, u64::from(tag)],
@@ -85,9 +91,9 @@ unsafe extern "C" fn decode(context: *const Decoder, what: u64, number: u64, out
     unsafe { std::ptr::copy_nonoverlapping(words.as_ptr(), out, 4) };
 }
 
-/// Ranks on nodes of two, with a proxy each.
-struct Far {
-    job: Job,
+/// Ranks on several nodes, with a proxy each.
+pub(crate) struct Far {
+    pub(crate) job: Job,
     decoders: Vec<Decoder>,
     /// By rank and far rank: what it sends from, and what it receives in.
     areas: Vec<Vec<Option<[Memory; 2]>>>,
@@ -95,28 +101,42 @@ struct Far {
     progress: Vec<Memory>,
     own: Vec<Memory>,
     /// Ranks whose proxies do nothing.
-    stuck: Vec<usize>,
+    pub(crate) stuck: Vec<usize>,
     /// The rank whose proxy ends after `cut` commands of each ring.
-    killed: Option<usize>,
-    cut: u32,
+    pub(crate) killed: Option<usize>,
+    pub(crate) cut: u32,
     rails: u32,
     delay: u32,
-    slow: u32,
+    pub(crate) slow: u32,
 }
 
 impl Far {
-    fn new(mut job: Job) -> Far {
+    /// Rows go once to each rank: nodes are of two.
+    fn new(job: Job) -> Far {
+        Far::of(job, |rank, other| rank / 2 != other / 2)
+    }
+
+    /// Rows go once to each node, to the rank of the sender's number there.
+    pub(crate) fn once_per_node(job: Job) -> Far {
+        let node = job.shape.tuning().node as usize;
+        Far::of(job, |rank, other| rank != other && rank % node == other % node)
+    }
+
+    /// With links between the ranks that `is_linked` names.
+    fn of(mut job: Job, is_linked: impl Fn(usize, usize) -> bool) -> Far {
+        let once = job.shape.tuning().node > 0;
         let ranks = job.shape.ranks as usize;
         let inbox = Inbox::of(&job.shape);
         let mut areas = vec![vec![const { None }; ranks]; ranks];
         for (rank, areas) in areas.iter_mut().enumerate() {
             let mut far = 0u64;
-            for (other, area) in areas.iter_mut().enumerate().filter(|(other, _)| other / 2 != rank / 2) {
+            for (other, area) in areas.iter_mut().enumerate().filter(|(other, _)| is_linked(rank, *other)) {
                 let pair = ["for", "of"].map(|way| {
                     job.gpus.zeroed(&format!("area {way} {other} at host of {rank}"), inbox.area_bytes() as usize)
                 });
                 job.ranks[rank].to.write(8 * other, &[pair[0].address()]);
-                job.ranks[rank].from.write(8 * other, &[pair[1].address()]);
+                let table = if once { &job.ranks[rank].peers } else { &job.ranks[rank].from };
+                table.write(8 * other, &[pair[1].address()]);
                 *area = Some(pair);
                 far |= 1 << other;
             }
@@ -126,14 +146,14 @@ impl Far {
         let told = job.gpus.zeroed("told", ranks * ranks * 16);
         let progress = (0..ranks).map(|rank| job.gpus.zeroed(&format!("progress {rank}"), rails * 8)).collect();
         let own = (0..ranks).map(|rank| job.gpus.zeroed(&format!("own {rank}"), 2 * ranks * 16)).collect();
-        let decoder = |_| Decoder { inbox, last: [const { Cell::new(0) }; 2] };
+        let decoder = |_| Decoder { inbox, last: [const { Cell::new(0) }; 2], rows: [const { Cell::new(0) }; 2] };
         let decoders = (0..ranks).map(decoder).collect();
         let (stuck, killed, rails) = (Vec::new(), None, rails as u32);
         Far { job, decoders, areas, told, progress, own, stuck, killed, cut: 0, rails, delay: 3000, slow: 0 }
     }
 
     /// Runs the queued launches and the proxies.
-    fn run(&mut self, seed: u64) -> Result<(), String> {
+    pub(crate) fn run(&mut self, seed: u64) -> Result<(), String> {
         let ranks = self.job.shape.ranks as usize;
         let ended = self.job.gpus.zeroed("ended", 8);
         let mut kept = vec![ended.clone()];
@@ -181,7 +201,12 @@ impl Far {
         self.job.gpus.run(seed)
     }
 
-    fn no_faults(&self) {
+    /// Bytes of rows that proxies have carried so far, of dispatches and of combines.
+    pub(crate) fn carried(&self) -> [u64; 2] {
+        [0, 1].map(|sequence| self.decoders.iter().map(|one| one.rows[sequence].get()).sum())
+    }
+
+    pub(crate) fn no_faults(&self) {
         for rank in 0..self.job.shape.ranks as usize {
             assert_eq!(self.job.faults(rank), [], "rank {rank}");
             for [_, from] in self.areas[rank].iter().flatten() {
@@ -208,11 +233,11 @@ fn rank_job(shape: Shape) -> Option<Far> {
     Some(Far::new(Job::made(&with_proxy(source).defines(&defines), shape, threads, shared)?))
 }
 
-const EXPERT: [&str; 2] = ["kernels/ep_expert.cu", PROXY];
+pub(crate) const EXPERT: [&str; 2] = ["kernels/ep_expert.cu", PROXY];
 const CODED: [&str; 3] = ["kernels/ep_expert.cu", "kernels/ep_coded.cu", PROXY];
 
 /// Several operations that follow each other as fast as slots let them; and with their halves apart.
-fn expert_rounds(far: &mut Far, seeds: std::ops::Range<u64>, coding: Coding) {
+pub(crate) fn expert_rounds(far: &mut Far, seeds: std::ops::Range<u64>, coding: Coding) {
     let shape = far.job.shape;
     for seed in seeds {
         let mut numbers = Numbers(seed);

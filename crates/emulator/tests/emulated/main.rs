@@ -9,6 +9,7 @@ mod expert_layout;
 mod far;
 mod layout;
 mod machine;
+mod node;
 mod rank_layout;
 mod slots;
 mod soak;

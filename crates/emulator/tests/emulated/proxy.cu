@@ -69,7 +69,7 @@ __device__ void carry(const ProxyArgs &args, u64 what, u64 number, u32 ring, u64
     u64 from = at<u64>(args.inboxes, 2 * rank), to = at<u64>(args.inboxes, 2 * rank + 1);
     // A lost rank.
     if (to == 0) return;
-    bool rows = kind <= EP_COMMAND_BACK, words = kind == EP_COMMAND_TABLE || kind == EP_COMMAND_WEIGHTS;
+    bool rows = kind <= EP_COMMAND_BACK || kind == EP_COMMAND_BACK_LESS, words = kind == EP_COMMAND_TABLE || kind == EP_COMMAND_WEIGHTS;
     u64 offset = (number >> COMMAND_LENGTH & ((1ull << 29) - 1)) * 8, bytes = (number & ((1u << COMMAND_LENGTH) - 1)) * 8;
     for (u64 i = lane * 8; (rows || words) && i < bytes; i += LANES * 8) {
         u64 value = at<u64>(from + offset + i);

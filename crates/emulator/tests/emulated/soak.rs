@@ -63,6 +63,7 @@ fn shape(numbers: &mut Numbers, expert_layout: bool) -> Shape {
             granted,
             slots: false,
             inboxes: 0,
+            node: 0,
             early: false,
             marks,
         },

@@ -13,6 +13,7 @@
 #pragma once
 
 #include "kernels/ep_flags.cuh"
+#include "kernels/ep_relay.cuh"
 #include "kernels/ep_sums.cuh"
 
 constexpr u32 BACK_ROWS = EP_PREREDUCE ? 1 : MOST_LOCAL;
@@ -93,8 +94,8 @@ __device__ __forceinline__ void send_weights(const EpCombineArgs &args, const St
 #pragma unroll 1
     for (u32 i = share.first + lane; i < share.end; i += LANES) {
         if (i != share.first + lane) own.read(args, i);
-        u32 rank = own.expert >= 0 ? own.expert / LOCAL : c.rank;
-        bool goes = own.expert >= 0 && (start.open >> rank & 1) && !(is_direct(c) && rank == c.rank);
+        u32 home = own.expert >= 0 ? own.expert / LOCAL : c.rank, rank = gateway_to(c, home);
+        bool goes = own.expert >= 0 && (start.open >> home & 1) && !(is_direct(c) && rank == c.rank);
         if (!goes || !slots_free(c, start, rank, EP_WORD_COMBINE_TAKEN, EP_STAGE_COMBINE_TAKEN)) continue;
         u64 to = start.to[rank] + weights + u64(i) * 8;
         u64 tag = start.far >> rank & 1 ? 0 : tagged(start.sent, 0);
@@ -275,7 +276,7 @@ struct Returns {
                 u32 its = row;
                 left &= left - 1;
                 if (left) row = row_of(args, left, lane);
-                if (!is_free(c, start, r.source, lane)) continue;
+                if (!is_free(c, start, gateway_from(c, r.source), lane)) continue;
                 u8 *stage = outbox.stage(stages, COMBINE_STAGE);
                 stage_back<Wire>(args, start, r, its, stage, lane);
                 u64 inbox = start.to[r.source], slot = parity_of(start.sent), i = u64(r.token) * BACK_ROWS + r.which;
@@ -285,7 +286,14 @@ struct Returns {
                 u32 bytes = is_coded<Wire>(c, r.source) ? Wire::bytes(elements) : elements * 2;
                 bool far = start.far >> r.source & 1;
                 if (far) flag = range_command(EP_COMMAND_BACK, r.source, place, bytes);
-                outbox.send(stage, bytes, inbox + place, flag, lane);
+                u64 to = inbox + place;
+#if EP_NODE
+                if (is_elsewhere(c, r.source)) {
+                    NodeArea area = area_for(c, start, r.source);
+                    to = area.row(c, r.token, r.piece), flag = area.flag(r.token, r.piece);
+                }
+#endif
+                outbox.send(stage, bytes, to, flag, lane);
                 if (SLOTS && args.y_weights && r.piece == 0) {
                     u32 weight = weight_back(args, __shfl_sync(WHOLE_WARP, its, 0), lane);
                     u64 at = weights_back_at(c, start.sent, r.token);
@@ -423,6 +431,12 @@ struct Gather {
             valid = valid && here != 0;
         }
         meanwhile();
+#if EP_NODE
+        bool elsewhere = is_elsewhere(c, rank);
+        // A row of another node is a term whatever ranks it lacks.
+        FromNodes nodes(c, start, token, at_element, rank, expert >= 0 && (start.open >> gateway_to(c, rank) & 1), lane);
+        valid = valid && !elsewhere;
+#endif
         if (valid && !own) valid = await(c, flag, start.received, rank, EP_STAGE_BACK_ROW, start.received);
         // Makes what any lane acquired visible to all lanes.
         __syncwarp();
@@ -442,6 +456,28 @@ struct Gather {
             }
         }
         u32 mine_of = __ffs(__ballot_sync(WHOLE_WARP, EP_PREREDUCE && own && valid)) - 1;
+#if EP_NODE
+        // This node's part is summed and rounded as those of the others, and takes its place among them.
+        Sum<2> here_sum;
+        auto load_near = [&](Vec16(&v)[2], u32 source) {
+            if (source == mine_of) {
+                v[0] = mine[0];
+                v[1] = mine[1];
+            } else {
+                load_step(v, __shfl_sync(WHOLE_WARP, row, source), elements, lane);
+            }
+        };
+        sum_terms<4, false, Plain>(here_sum, terms, false, load_near, [] { return 1.0f; });
+#pragma unroll
+        for (u32 i = 0; i < 2; ++i) mine[i] = here_sum.narrowed(i);
+        mine_of = __ffs(__ballot_sync(WHOLE_WARP, valid)) - 1;
+        valid = nodes.valid || lane == mine_of;
+        if (elsewhere) row = nodes.row;
+        terms = Terms(valid, lane);
+        terms.order = 0;
+#pragma unroll
+        for (u32 k = 0; k < EP_K; ++k) terms.order += __shfl_sync(WHOLE_WARP, valid ? nodes.node : NODES, k) < nodes.node;
+#endif
         Sum<2> sum;
         auto add_biases = [&] {
 #pragma unroll 1
@@ -568,6 +604,10 @@ __device__ __forceinline__ void run_combine(const EpCombineArgs &args, u8 *share
             watch_slots(c, start, EP_WORD_COMBINE_TAKEN, EP_STAGE_COMBINE_TAKEN, lane);
         }
     }
+#if EP_NODE
+    // Before any wait of this node's ranks for weights. The flagging warp has this rank's own to send.
+    if (sends && warp == FLAGGER - 1) forward_weights(c, start, lane);
+#endif
     if (warp == FLAGGER) {
         if (sends) send_weights(args, start, own, lane);
         if (!c.waits && lane == 0 && is_last_to_begin(blocks)) advance_epochs(c, start);
@@ -576,6 +616,11 @@ __device__ __forceinline__ void run_combine(const EpCombineArgs &args, u8 *share
     } else if (sends && warp < BACK_SENDERS) {
         Outbox outbox = {flags, warp};
         returns.send<Wire>(args, start, outbox, stages, lane);
+#if EP_NODE
+        // Relays wait for what this rank and others have sent.
+        outbox.settle(lane);
+        Relays{returns.worker, returns.workers}.send(c, start, outbox, stages, lane);
+#endif
         parts.prefetch(args, start, lane);
         outbox.end(lane);
         mark_of(0, args.marks, EP_MARK_SENT);

@@ -25,6 +25,15 @@ constexpr u32 MOST_LOCAL = EP_K < LOCAL ? EP_K : LOCAL;
 constexpr bool SLOTS = EP_SLOTS;
 constexpr u32 ROUTED = SLOTS ? 1 : EP_K;
 constexpr u32 PIECES = (EP_H + EP_PIECE - 1) / EP_PIECE;
+// Ranks of a node if rows go once to each node (ep_node.cuh), which are adjacent; 0: rows go once to each rank.
+#ifndef EP_NODE
+#define EP_NODE 0
+#endif
+constexpr u32 NODE = EP_NODE;
+constexpr u32 NODE_RANKS = NODE ? NODE : EP_R;
+constexpr u32 NODES = EP_R / NODE_RANKS;
+// Set in the flag of a returned row: it lacks ranks of its node.
+constexpr u64 LESS = 1ull << 63;
 // Polls of a word between two reads of the clock, which is slower to read.
 constexpr u32 EP_POLLS_PER_CLOCK = 16;
 static_assert(EP_R <= 64 && EP_K <= LANES && EP_PIECE % 1024 == 0, "limits that the host checks");
@@ -104,6 +113,58 @@ __device__ __forceinline__ bool is_pinned(const EpCommon &c, u64 word) { return 
 // Pause between two polls of such a word.
 constexpr u32 EP_PINNED_NS = 500;
 
+// Whether a rank is on another node, and rows for it go once to that node.
+__device__ __forceinline__ bool is_elsewhere(const EpCommon &c, u32 rank) {
+    return NODE && rank / NODE_RANKS != c.rank / NODE_RANKS;
+}
+
+// The rank of `rank`'s node that receives what this rank sends there; `rank` itself on this node.
+__device__ __forceinline__ u32 gateway_to(const EpCommon &c, u32 rank) {
+    return is_elsewhere(c, rank) ? rank / NODE_RANKS * NODE_RANKS + c.rank % NODE_RANKS : rank;
+}
+
+// The rank of this node that forwards what `rank` sends; `rank` itself on this node.
+__device__ __forceinline__ u32 gateway_from(const EpCommon &c, u32 rank) {
+    return is_elsewhere(c, rank) ? c.rank / NODE_RANKS * NODE_RANKS + rank % NODE_RANKS : rank;
+}
+
+// True for a word that a gateway of this node has forwarded for `rank`.
+__device__ __forceinline__ bool is_forwarded(const EpCommon &c, u64 word, u32 rank) {
+    return is_elsewhere(c, rank) && !is_pinned(c, word);
+}
+
+// The control word with which a gateway announces that it has lost a source in the operation of that stage.
+__device__ __forceinline__ u32 lost_word(u32 stage) {
+    return EP_WORD_LOST + (stage == EP_STAGE_WEIGHTS || stage == EP_STAGE_BACK_ROW);
+}
+
+// Whether a wait for a word of `rank` ends without it. What a gateway has lost is masked here, too.
+__device__ __forceinline__ bool is_out(const EpCommon &c, u64 word, u32 rank, u32 stage, u64 epoch) {
+    if constexpr (NODE == 0) return is_masked(c, rank);
+    if (is_masked(c, rank)) return true;
+    if (!is_forwarded(c, word, rank)) return false;
+    if (is_masked(c, gateway_from(c, rank))) return true;
+    u64 lost = ld_relaxed_sys_u64(word_at(c, c.base, rank, lost_word(stage)));
+    if (lost != epoch) return false;
+    mask_for(c, rank, stage, epoch, lost);
+    return true;
+}
+
+// The limit of a wait: longer for what passes another rank, which is to time out first and to report what it waits for.
+__device__ __forceinline__ u64 limit_of(const EpCommon &c, u64 word, u32 rank, u32 stage) {
+    bool passes = is_forwarded(c, word, rank) || (is_elsewhere(c, rank) && stage == EP_STAGE_BACK_ROW);
+    return NODE && passes ? c.limit_ns + c.limit_ns / 4 : c.limit_ns;
+}
+
+// The rank that is masked at a timeout: the one that was to write the word.
+__device__ __forceinline__ u32 writer_of(const EpCommon &c, u64 word, u32 rank) {
+    u32 gateway = gateway_from(c, rank);
+    return is_forwarded(c, word, rank) && gateway != c.rank ? gateway : rank;
+}
+
+// Whether a word has reached a value.
+__device__ __forceinline__ bool has_reached(u64 seen, u64 value) { return (NODE ? seen & ~LESS : seen) >= value; }
+
 // The slow part of `await`.
 __device__ __noinline__ bool await_long(const EpCommon &c, u64 word, u64 value, u32 rank, u32 stage, u64 epoch) {
     u64 started = clock_ns();
@@ -113,19 +174,19 @@ __device__ __noinline__ bool await_long(const EpCommon &c, u64 word, u64 value, 
 #pragma unroll 1
         for (u32 poll = 0; poll < EP_POLLS_PER_CLOCK; ++poll) {
             seen = ld_acquire_sys_u64(word);
-            if (seen >= value) {
+            if (has_reached(seen, value)) {
                 note_wait(c, rank, started);
                 return true;
             }
             if (pinned) pause_ns(EP_PINNED_NS);
         }
         // All waiting threads read the same line of masks, so do it rarely.
-        if (is_masked(c, rank)) {
+        if (is_out(c, word, rank, stage, epoch)) {
             note_wait(c, rank, started);
             return false;
         }
         u64 waited = clock_ns() - started;
-        if (waited >= c.limit_ns) mask_for(c, rank, stage, epoch, seen);
+        if (waited >= limit_of(c, word, rank, stage)) mask_for(c, writer_of(c, word, rank), stage, epoch, seen);
         if (waited > 1000000) pause_ns(500);
     }
 }
@@ -134,7 +195,7 @@ __device__ __noinline__ bool await_long(const EpCommon &c, u64 word, u64 value, 
 // acquires at system scope: everything the rank wrote before its release store of the word is visible to this thread
 // afterwards.
 __device__ __forceinline__ bool await(const EpCommon &c, u64 word, u64 value, u32 rank, u32 stage, u64 epoch) {
-    return ld_acquire_sys_u64(word) >= value || await_long(c, word, value, rank, stage, epoch);
+    return has_reached(ld_acquire_sys_u64(word), value) || await_long(c, word, value, rank, stage, epoch);
 }
 
 // A number and the epoch it belongs to, in one word: readers need no fence, since the word itself says whether it is
@@ -167,12 +228,12 @@ __device__ __noinline__ u64 await_tagged(const EpCommon &c, u64 word, u32 rank, 
             }
             if (pinned) pause_ns(EP_PINNED_NS);
         }
-        if (is_masked(c, rank)) {
+        if (is_out(c, word, rank, stage, epoch)) {
             note_wait(c, rank, started);
             return tagged(epoch + 1, 0);
         }
         u64 waited = clock_ns() - started;
-        if (waited >= c.limit_ns) mask_for(c, rank, stage, epoch, seen >> 32);
+        if (waited >= limit_of(c, word, rank, stage)) mask_for(c, writer_of(c, word, rank), stage, epoch, seen >> 32);
         if (waited > 1000000) pause_ns(500);
     }
 }

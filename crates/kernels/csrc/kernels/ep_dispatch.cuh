@@ -4,13 +4,10 @@
 //     receive:  a flag -> the slot's piece -> the rows of its experts, as planned
 #pragma once
 
-#include "kernels/ep_cast.cuh"
+#include "kernels/ep_forward.cuh"
 #include "kernels/ep_plan.cuh"
 
-constexpr u32 ELEMENT = EP_FP8 ? 1 : 2;
 constexpr u32 ROW_BYTES = EP_H * ELEMENT;
-// A warp's shared memory.
-constexpr u32 DISPATCH_STAGE = (EP_PIECE * ELEMENT + EP_PIECE / BLOCK * SCALE + 15) / 16 * 16;
 // Elements that a warp loads at once.
 constexpr u32 STEP = 1024;
 // 16 bytes of bf16 that a lane loads at once.
@@ -120,8 +117,9 @@ struct Outgoing {
     __device__ __forceinline__ void send(const EpCommon &c, const Start &start, u32 unit, const u8 *stage, Pending &pending,
                                          u32 lane) const {
         u32 token = unit / PIECES, piece = unit % PIECES;
-        u32 rank = expert >= 0 ? expert / LOCAL : 0;
-        bool sender = is_first_of_rank(rank, expert >= 0, lane) && takes_rows(start, rank);
+        u32 home = expert >= 0 ? expert / LOCAL : 0, rank = destination(c, home);
+        bool goes = expert >= 0 && (NODE == 0 || (start.open >> home & 1));
+        bool sender = is_first_of_rank(rank, goes, lane) && takes_rows(start, rank);
         u64 inbox = start.to[rank], row = parity_of(start.sent) * c.max_tokens + token;
         u64 place = c.heap.rows + row * c.heap.row_stride + piece * c.heap.piece_stride, to = inbox + place;
         u64 flag = inbox + c.heap.row_flags + (row * PIECES + piece) * 8;
@@ -142,8 +140,7 @@ struct Share {
 // instruction cache is cold at the start of a launch.
 template <typename Meet>
 __device__ __forceinline__ void send_rows(const EpDispatchArgs &args, Start &start, u8 *stages, Share share, u32 lane,
-                                          Meet meet) {
-    Pending pending;
+                                          Pending &pending, Meet meet) {
     u32 stage = 0;
     bool met = false;
 #pragma unroll 1
@@ -475,7 +472,8 @@ __device__ __forceinline__ void run_dispatch(const EpDispatchArgs &args, u8 *sha
         begin(c, {state.dispatch_sent, state.dispatch_ended, EP_WORD_DISPATCH_TAKEN}, start, lane);
         if (sends) free_slots(c, start, EP_WORD_DISPATCH_TAKEN, EP_STAGE_DISPATCH_TAKEN, lane);
     }
-    send_rows(args, start, stages, share, lane, [&] {
+    Pending pending;
+    send_rows(args, start, stages, share, lane, pending, [&] {
         __syncthreads();
         mark_of(0, args.marks, EP_MARK_COUNTED);
         // Before rows: they fill the links.
@@ -484,8 +482,11 @@ __device__ __forceinline__ void run_dispatch(const EpDispatchArgs &args, u8 *sha
         if (blockIdx.x == gridDim.x - 1 && warp == WARPS - 1) release_slots(c, start, EP_WORD_DISPATCH_TAKEN, lane);
     });
     if (receives) {
+#if EP_NODE
+        forward(args, start, stages, pending, warp, lane);
+#endif
         if (blockIdx.x == 0) plan(args, start, memory);
-        u32 from = EP_RECEIVE_FROM;
+        u32 from = RECEIVES_FROM;
         if (warp >= from) {
             // The last warps, which have the least to send, have the most to deliver.
             u32 worker = (WARPS - 1 - warp) * gridDim.x + blockIdx.x;

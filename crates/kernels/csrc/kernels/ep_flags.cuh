@@ -38,6 +38,8 @@ struct Outbox {
     Flags &flags;
     u32 warp;
     u32 sent = 0;
+    // Pieces before the last `settle`, all of which have arrived.
+    u32 settled = 0;
 
     // Stage for the next piece; its previous contents have been sent.
     __device__ __forceinline__ u8 *stage(u8 *stages, u32 bytes) const {
@@ -54,7 +56,7 @@ struct Outbox {
             note(flag);
             // Pieces are there in their order.
             bulk_wait_done<BACK_STAGES - 1>();
-            if (sent + 1 >= BACK_STAGES) atom_add_acq_rel_shared_u32(flags.there[warp], 1);
+            if (sent - settled + 1 >= BACK_STAGES) atom_add_acq_rel_shared_u32(flags.there[warp], 1);
         }
         __syncwarp();
 #else
@@ -80,7 +82,7 @@ struct Outbox {
             bulk_commit();
             note(flag);
             bulk_wait_done<BACK_STAGES - 1>();
-            if (sent + 1 >= BACK_STAGES) atom_add_acq_rel_shared_u32(flags.there[warp], 1);
+            if (sent - settled + 1 >= BACK_STAGES) atom_add_acq_rel_shared_u32(flags.there[warp], 1);
 #else
             note(flag);
             atom_add_acq_rel_shared_u32(flags.there[warp], 1);
@@ -97,17 +99,21 @@ struct Outbox {
     }
 
     // Waits until all pieces have arrived, and marks this warp as done. All lanes.
-    __device__ __forceinline__ void end(u32 lane) {
+    __device__ __forceinline__ void end(u32 lane) { settle(lane, ALL_THERE); }
+
+    // Waits until all pieces have arrived, so that others may wait for them. All lanes.
+    __device__ __forceinline__ void settle(u32 lane, u32 done = 0) {
         if (lane == 0) {
 #if EP_BULK
             bulk_wait_all();
-            u32 left = min(sent, BACK_STAGES - 1);
+            u32 left = min(sent - settled, BACK_STAGES - 1);
 #else
             u32 left = 0;
 #endif
-            atom_add_acq_rel_shared_u32(flags.there[warp], left | ALL_THERE);
+            atom_add_acq_rel_shared_u32(flags.there[warp], left | done);
         }
         __syncwarp();
+        settled = sent;
     }
 };
 

@@ -52,6 +52,21 @@ struct OwnSelection {
 // Whether a rank may be written to.
 __device__ __forceinline__ bool takes_rows(const Start &start, u32 rank) { return (start.open & start.free) >> rank & 1; }
 
+// The rank to which what goes to an expert on `home` is sent: on another node, the one that forwards it.
+__device__ __forceinline__ u32 destination(const EpCommon &c, u32 home) { return gateway_to(c, home); }
+
+// Whether what goes to an expert on `home` is sent to `rank`.
+__device__ __forceinline__ bool goes_to(const EpCommon &c, const Start &start, u32 home, u32 rank) {
+    if (NODE == 0 || home >= EP_R) return home == rank;
+    return destination(c, home) == rank && (start.open >> home & 1);
+}
+
+// The number of an expert in words to its home, or to the rank that forwards them.
+__device__ __forceinline__ u32 number_of(const EpCommon &c, int expert) {
+    if (is_elsewhere(c, expert / LOCAL)) return expert % (LOCAL * NODE_RANKS) + 1;
+    return expert % LOCAL + 1;
+}
+
 // Announces the words that this block has written for far ranks: of every `gridDim.x * EP_THREADS` selections EP_THREADS.
 // All threads.
 __device__ __noinline__ void send_far_selections(const EpDispatchArgs &args, const Start &start, u64 count, u64 table) {
@@ -91,12 +106,12 @@ __device__ __forceinline__ void send_selections(const EpDispatchArgs &args, cons
 #pragma unroll 1
         for (u32 turn = 1; turn <= EP_R; ++turn) {
             u32 rank = (c.rank + turn) % EP_R;
-            if (!takes_rows(start, rank)) continue;
+            if (!takes_rows(start, rank) || !has_link(c, rank)) continue;
             u64 word = start.to[rank] + table + 8 * i;
-            bool there = home == rank;
+            bool there = goes_to(c, start, home, rank);
             // The proxy of a far rank sets the tags.
             u64 tag = start.far >> rank & 1 ? 0 : tagged(epoch, 0);
-            st_relaxed_sys_u64(word, tag | (there ? expert % LOCAL + 1 : 0));
+            st_relaxed_sys_u64(word, tag | (there ? number_of(c, expert) : 0));
             if (!there) continue;
             goes = true;
             u32 weight = __float_as_uint(own.weight);
@@ -111,7 +126,7 @@ __device__ __forceinline__ void send_selections(const EpDispatchArgs &args, cons
     if (SLOTS && args.cached) flags = EP_CACHED;
 #pragma unroll 1
     for (u32 rank = threadIdx.x; rank < EP_R; rank += EP_THREADS) {
-        if (!takes_rows(start, rank)) continue;
+        if (!takes_rows(start, rank) || !has_link(c, rank)) continue;
         if (start.far >> rank & 1) {
             if (SLOTS) tell_word(c, rank, EP_WORD_ANNOUNCE + parity_of(epoch), epoch, args.host_word);
             tell_word(c, rank, EP_WORD_TABLE + parity_of(epoch), epoch, flags << SOURCE_FLAGS | c.tokens);

@@ -34,6 +34,10 @@ struct Start {
     u64 ready;
     u32 flushed[WARPS];
     u64 queued[WARPS][EP_K];
+#if EP_NODE
+    // Heaps of the ranks of this node; inboxes of the ranks of this rank's number on other nodes, as their proxies write them.
+    u64 via[EP_R];
+#endif
 };
 static_assert(sizeof(Start) <= EP_START, "shared memory that the host reserves");
 constexpr u64 FLUSHING = 1ull << 63;
@@ -53,6 +57,17 @@ __device__ __forceinline__ u64 guessed_inbox(const EpCommon &c, u32 rank) {
     return c.base + c.heap.inboxes + rank * c.heap.guess_stride;
 }
 
+// The inbox here that a rank itself, or its proxy, writes.
+__device__ __forceinline__ u64 inbox_of(const EpCommon &c, const Start &start, u32 rank) {
+#if EP_NODE
+    if (is_elsewhere(c, rank)) return start.via[rank];
+#endif
+    return start.from[rank];
+}
+
+// Whether this rank writes to `rank`, and not only to ranks that forward what it sends.
+__device__ __forceinline__ bool has_link(const EpCommon &c, u32 rank) { return gateway_to(c, rank) == rank; }
+
 // Up to which epoch this rank's slots at `rank` were free when a kernel last looked. `word`: that of the sequence.
 __device__ __forceinline__ u64 taken_seen(const EpCommon &c, u32 rank, u32 word) {
     return c.base + c.heap.taken_seen + ((word - EP_WORD_DISPATCH_TAKEN) * EP_R + rank) * 8;
@@ -65,6 +80,9 @@ __device__ __forceinline__ void begin(const EpCommon &c, const EpochRefs &epochs
     u64 received = ld_relaxed_gpu_u64(address_of(epochs.received)) + 1;
     u64 far = ring_at(c, 0).far;
     u64 to[EACH] = {}, from[EACH] = {}, taken[EACH] = {}, seen[EACH] = {};
+#if EP_NODE
+    u64 via[EACH] = {};
+#endif
     u32 masked[EACH] = {};
 #pragma unroll
     for (u32 i = 0; i < EACH; ++i) {
@@ -72,6 +90,9 @@ __device__ __forceinline__ void begin(const EpCommon &c, const EpochRefs &epochs
         if (rank >= EP_R) continue;
         to[i] = at<u64>(c.to, rank);
         from[i] = at<u64>(c.from, rank);
+#if EP_NODE
+        via[i] = at<u64>(c.peers, rank);
+#endif
         masked[i] = ld_relaxed_sys_u32(c.base + c.heap.masks + 4 * rank);
         taken[i] = ld_acquire_sys_u64(word_in(c, guessed_inbox(c, rank), epochs.taken));
         seen[i] = ld_acquire_gpu_u64(taken_seen(c, rank, epochs.taken));
@@ -83,6 +104,11 @@ __device__ __forceinline__ void begin(const EpCommon &c, const EpochRefs &epochs
         bool known = rank < EP_R;
         if (known) start.to[rank] = to[i];
         if (known) start.from[rank] = from[i];
+#if EP_NODE
+        if (known) start.via[rank] = via[i];
+        // Their gateways' slots are what counts.
+        if (!has_link(c, rank)) taken[i] = sent;
+#endif
         // Loaded from the heap before it was known whether the inbox is there.
         if (far >> rank & 1) {
             taken[i] = seen[i];
@@ -93,6 +119,16 @@ __device__ __forceinline__ void begin(const EpCommon &c, const EpochRefs &epochs
         open |= u64(__ballot_sync(WHOLE_WARP, known && masked[i] == 0)) << (i * LANES);
         free |= u64(__ballot_sync(WHOLE_WARP, is_free)) << (i * LANES);
     }
+#if EP_NODE
+    // A rank that is masked takes with it the ranks whose rows pass it.
+    u64 unmasked = open;
+    open = 0;
+#pragma unroll 1
+    for (u32 rank = 0; rank < EP_R; ++rank) {
+        bool passes = unmasked >> gateway_to(c, rank) & unmasked >> gateway_from(c, rank) & 1;
+        open |= u64(passes && (unmasked >> rank & 1)) << rank;
+    }
+#endif
     if (lane == 0) {
         start.sent = sent;
         start.received = received;
@@ -125,7 +161,7 @@ __device__ __forceinline__ void release_slots(const EpCommon &c, const Start &st
     fence_acq_rel_sys();
 #pragma unroll 1
     for (u32 rank = lane; rank < EP_R; rank += LANES) {
-        if (!(start.open >> rank & 1)) continue;
+        if (!(start.open >> rank & 1) || !has_link(c, rank)) continue;
         if (start.far >> rank & 1) {
             tell_taken(c, rank, word, start.received - 1);
         } else {
@@ -140,7 +176,8 @@ __device__ __noinline__ void look_at_slots(const EpCommon &c, const Start &start
 #pragma unroll 1
     for (u32 rank = lane; rank < EP_R; rank += LANES) {
         if (!((start.far & start.open) >> rank & 1)) continue;
-        atomicMax(&at<u64>(taken_seen(c, rank, word)), ld_acquire_sys_u64(word_in(c, start.from[rank], word)));
+        u64 seen = ld_acquire_sys_u64(word_in(c, inbox_of(c, start, rank), word));
+        atomicMax(&at<u64>(taken_seen(c, rank, word)), seen);
     }
     __syncwarp();
 }
@@ -153,7 +190,7 @@ __device__ __noinline__ void watch_slots(const EpCommon &c, const Start &start, 
     for (u32 rank = lane; rank < EP_R; rank += LANES) {
         if (!((start.far & start.open & ~start.free) >> rank & 1)) continue;
         u64 seen = taken_seen(c, rank, word);
-        bool free = await(c, word_in(c, start.from[rank], word), epoch, rank, stage, start.sent);
+        bool free = await(c, word_in(c, inbox_of(c, start, rank), word), epoch, rank, stage, start.sent);
         if (free) atomicMax(&at<u64>(seen), epoch);
     }
     __syncwarp();
@@ -219,6 +256,11 @@ __device__ __forceinline__ void start_sending(Pending &pending, const u8 *stage,
     pending.flag = sender ? flag : 0;
 }
 
+// The epoch of flags: a launch that only receives forwards what it receives.
+__device__ __forceinline__ u64 flag_epoch(const EpCommon &c, const Start &start) {
+    return NODE && !(c.phases & EP_SEND) ? start.received : start.sent;
+}
+
 // Sets the flags of all ready warps of the block, until none is left. A system fence is expensive, because fences of
 // all warps of a GPU serialize, so one fence covers everything ready when it starts. All lanes.
 __device__ __forceinline__ void flush_flags(const EpCommon &c, Start &start, u32 lane) {
@@ -236,7 +278,7 @@ __device__ __forceinline__ void flush_flags(const EpCommon &c, Start &start, u32
 #pragma unroll 2
         for (u32 i = lane; i < WARPS * EP_K; i += LANES) {
             u64 flag = ready >> (i / EP_K) & 1 ? atomicExch(&start.queued[i / EP_K][i % EP_K], 0ull) : 0;
-            if (flag) set_flag(c, flag, start.sent);
+            if (flag) set_flag(c, flag, flag_epoch(c, start));
         }
         __syncwarp();
         if (ready >> lane & 1) atom_add_acq_rel_shared_u32(start.flushed[lane], 1);

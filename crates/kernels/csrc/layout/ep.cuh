@@ -42,6 +42,9 @@ constexpr u32 EP_WORD_HELLO = 10;
 // `EP_WORD_SENT`.
 constexpr u32 EP_WORD_PLACE = 11;
 
+// Control word, once per node: epoch of the dispatch in which the gateway has lost the source. That of a combine follows.
+constexpr u32 EP_WORD_LOST = 13;
+
 // Stage of a timeout: waiting for the table of a dispatch.
 constexpr u32 EP_STAGE_TABLE = 1;
 
@@ -172,6 +175,9 @@ constexpr u32 EP_COMMAND_WORD = 7;
 
 // Command without data: number of a control word whose new value is the epoch.
 constexpr u32 EP_COMMAND_TAKEN = 8;
+
+// As EP_COMMAND_BACK: these lack ranks of the node that returns them. Their flags get the top bit.
+constexpr u32 EP_COMMAND_BACK_LESS = 9;
 
 // In place of a row number: no row.
 constexpr u32 EP_NOWHERE = 4294967295;
@@ -417,7 +423,9 @@ struct EpHandle {
     // Expert layout: f32[R][M][K], received weights.
     u64 weights;
     // Rank layout without slots: u32[M][R], row of each own token at each rank, counted from this rank's first there,
-    // and << EP_SENT_BITS the position of the token's last selection there; or EP_NOWHERE.
+    // and << EP_SENT_BITS the position of the token's last selection there; or EP_NOWHERE. Once per node: u64[N - 1][M],
+    // bits of the ranks of this node that a token of a rank of the same number on another node selects, << 32 | of those
+    // to which it was forwarded.
     u64 sent_rows;
     // Rank layout without slots: u32[R], this rank's first row at each rank.
     u64 places;
@@ -454,7 +462,8 @@ struct EpCommon {
     EpHandle parts;
     // Address of this rank's heap.
     u64 base;
-    // u64[R] in device memory: address of each rank's heap as mapped here, this rank's own included.
+    // u64[R] in device memory: address of each rank's heap as mapped here, this rank's own included. Once per node: of a
+    // rank of the same number on another node, its inbox here, in pinned memory; `from` has inboxes in the heap for all.
     u64 peers;
     // u64[R] in device memory: address of this rank's inbox at each rank; of one that is not mapped, a copy of that
     // inbox in pinned memory.

@@ -40,6 +40,8 @@ constants! {
     /// Control word, rank layout: first row of the source's rows. Double-buffered by epoch; written before
     /// `EP_WORD_SENT`.
     EP_WORD_PLACE: u32 = 11;
+    /// Control word, once per node: epoch of the dispatch in which the gateway has lost the source. That of a combine follows.
+    EP_WORD_LOST: u32 = 13;
     /// Stage of a timeout: waiting for the table of a dispatch.
     EP_STAGE_TABLE: u32 = 1;
     /// Stage of a timeout: waiting for a row of a dispatch.
@@ -128,6 +130,8 @@ constants! {
     EP_COMMAND_WORD: u32 = 7;
     /// Command without data: number of a control word whose new value is the epoch.
     EP_COMMAND_TAKEN: u32 = 8;
+    /// As EP_COMMAND_BACK: these lack ranks of the node that returns them. Their flags get the top bit.
+    EP_COMMAND_BACK_LESS: u32 = 9;
     /// In place of a row number: no row.
     EP_NOWHERE: u32 = 0xffff_ffff;
     /// Threads of the only block of `layout`.
@@ -353,7 +357,9 @@ layouts! {
         /// Expert layout: f32[R][M][K], received weights.
         weights: u64,
         /// Rank layout without slots: u32[M][R], row of each own token at each rank, counted from this rank's first there,
-        /// and << EP_SENT_BITS the position of the token's last selection there; or EP_NOWHERE.
+        /// and << EP_SENT_BITS the position of the token's last selection there; or EP_NOWHERE. Once per node: u64[N - 1][M],
+        /// bits of the ranks of this node that a token of a rank of the same number on another node selects, << 32 | of those
+        /// to which it was forwarded.
         sent_rows: u64,
         /// Rank layout without slots: u32[R], this rank's first row at each rank.
         places: u64,
@@ -384,7 +390,8 @@ layouts! {
         parts: EpHandle,
         /// Address of this rank's heap.
         base: u64,
-        /// u64[R] in device memory: address of each rank's heap as mapped here, this rank's own included.
+        /// u64[R] in device memory: address of each rank's heap as mapped here, this rank's own included. Once per node: of a
+        /// rank of the same number on another node, its inbox here, in pinned memory; `from` has inboxes in the heap for all.
         peers: u64,
         /// u64[R] in device memory: address of this rank's inbox at each rank; of one that is not mapped, a copy of that
         /// inbox in pinned memory.

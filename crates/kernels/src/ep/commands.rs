@@ -4,11 +4,13 @@
 use std::fmt;
 
 use super::{
-    EP_COMMAND_BACK, EP_COMMAND_ROWS_BF16, EP_COMMAND_ROWS_FP8, EP_COMMAND_ROWS_UE8M0, EP_COMMAND_TABLE,
+    EP_COMMAND_BACK, EP_COMMAND_BACK_LESS, EP_COMMAND_ROWS_BF16, EP_COMMAND_ROWS_FP8, EP_COMMAND_ROWS_UE8M0, EP_COMMAND_TABLE,
     EP_COMMAND_TAKEN, EP_COMMAND_WEIGHTS, EP_COMMAND_WORD, EP_COMMANDS, EP_LAPS, EP_LINE, EP_WORD_COMBINE_TAKEN,
     EP_WORD_DISPATCH_TAKEN, EpHeap, Payload, Scale, Shape,
 };
 
+/// Set in the flags of returned rows that lack ranks, as in ep_common.cuh.
+const LESS: u64 = 1 << 63;
 const LENGTH_BITS: u32 = 19;
 const NUMBER: u64 = (1 << 48) - 1;
 /// Maximum length of a command's range in bytes.
@@ -114,7 +116,7 @@ impl Command {
     }
 
     fn has_data(&self) -> bool {
-        (EP_COMMAND_ROWS_BF16..=EP_COMMAND_WEIGHTS).contains(&self.kind)
+        (EP_COMMAND_ROWS_BF16..=EP_COMMAND_WEIGHTS).contains(&self.kind) || self.kind == EP_COMMAND_BACK_LESS
     }
 
     /// Offset of its range in the inbox; 0 without data.
@@ -144,13 +146,13 @@ impl Command {
 
     /// True if it names rows.
     pub fn is_rows(&self) -> bool {
-        self.kind <= EP_COMMAND_BACK
+        self.kind <= EP_COMMAND_BACK || self.kind == EP_COMMAND_BACK_LESS
     }
 
     /// The sequence of its epoch.
     pub fn sequence(&self) -> Sequence {
         let combine = match self.kind {
-            EP_COMMAND_BACK | EP_COMMAND_WEIGHTS => true,
+            EP_COMMAND_BACK | EP_COMMAND_BACK_LESS | EP_COMMAND_WEIGHTS => true,
             EP_COMMAND_TAKEN => self.number == u64::from(EP_WORD_COMBINE_TAKEN),
             _ => false,
         };
@@ -225,6 +227,7 @@ impl Inbox {
             (len > 0 && from <= at && at + len <= to).then(|| at - from).ok_or(Invalid(*command))
         };
         // Of rows in slots: from a slot to the next, from a row, from a piece; and the slots' flags.
+        let lacking = if command.kind == EP_COMMAND_BACK_LESS { LESS } else { 0 };
         let flags = |from: u64, to: u64, apart: [u64; 3], flags: u64, flags_apart: u64| {
             let [slots, rows, pieces] = apart;
             let (first, last) = (within(from, to)?, within(from, to)? + command.len() - 1);
@@ -236,7 +239,7 @@ impl Inbox {
             if slot != last / slots || end >= flags_apart / 8 {
                 return Err(Invalid(*command));
             }
-            Ok(Announce::Flags { at: flags + slot * flags_apart + begin * 8, count: end + 1 - begin, value: epoch })
+            Ok(Announce::Flags { at: flags + slot * flags_apart + begin * 8, count: end + 1 - begin, value: epoch | lacking })
         };
         let tags = |from: u64, to: u64| {
             within(from, to)?;
@@ -254,7 +257,7 @@ impl Inbox {
                     self.tokens * self.pieces * 8,
                 )
             }
-            EP_COMMAND_BACK => {
+            EP_COMMAND_BACK | EP_COMMAND_BACK_LESS => {
                 let apart = [heap.back_slot, heap.back_stride, self.back_apart];
                 flags(heap.back, heap.back_flags, apart, heap.back_flags, heap.back_flags_slot)
             }

@@ -103,6 +103,14 @@ impl Shape {
             }
             spans.push(part(heap.back_flags, heap.back_flags_slot));
         }
+        if let Some(writer) = number.checked_rem(self.tuning.node) {
+            // Flags of the sums that it leaves for others, if it is of this node.
+            let columns = u64::from(self.columns());
+            let area = heap.inboxes + u64::from(self.ranks) * heap.inbox_stride;
+            let rows = u64::from(self.tuning.node) * u64::from(EP_DEPTH) * columns * heap.back_slot;
+            let len = u64::from(EP_DEPTH) * columns * heap.back_flags_slot;
+            spans.push(Span { at: area + rows + u64::from(writer) * len, len });
+        }
         spans
     }
 }

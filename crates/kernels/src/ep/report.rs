@@ -8,7 +8,7 @@ use super::{
 };
 
 /// The words of a line, by their number.
-const WORDS: [&str; 13] = [
+const WORDS: [&str; 15] = [
     "table0",
     "table1",
     "",
@@ -22,6 +22,8 @@ const WORDS: [&str; 13] = [
     "hello",
     "place0",
     "place1",
+    "lost in dispatch",
+    "lost in combine",
 ];
 
 /// Name of the stage at which a rank timed out, from the number in a fault.

@@ -22,6 +22,8 @@ pub const MOST_TOKENS: u32 = 65535;
 /// A row's number in a handle, and beside it a position among a token's experts, are one word.
 const _: () =
     assert!((MOST_RANKS as u64 * MOST_TOKENS as u64) < 1 << EP_SENT_BITS && MOST_TOPK <= 1 << (32 - EP_SENT_BITS));
+/// Lanes of a warp.
+const LANES: u32 = 32;
 /// Elements that a warp takes at a time.
 const PIECE: u32 = 1024;
 /// Bytes of shared memory that the counts of a dispatch may take: what the most experts need, with 2 bytes for each.
@@ -96,6 +98,9 @@ pub struct Tuning {
     /// Inboxes of this rank's heap: for the ranks that write into it, itself included; 0: for all. Ranks may differ, unless
     /// rows of the rank layout are granted places.
     pub inboxes: u32,
+    /// Ranks of a node, which are adjacent, if rows go once to each node; 0: once to each rank. The same on every rank. Expert
+    /// layout with prereduction.
+    pub node: u32,
     /// Launch kernels before the one before them in the stream has ended; they wait for it themselves. From architecture
     /// 9.0 on.
     pub early: bool,
@@ -118,6 +123,7 @@ impl Tuning {
         granted: false,
         slots: false,
         inboxes: 0,
+        node: 0,
         early: false,
         marks: false,
     };
@@ -194,7 +200,39 @@ impl Shape {
         if inboxes > self.ranks || (granted && inboxes < self.ranks) {
             return wrong(format!("{inboxes} inboxes are not those of {} ranks", self.ranks));
         }
+        self.check_node()?;
         self.check_tuning()
+    }
+
+    /// Rows that go once to each node.
+    fn check_node(&self) -> Result<()> {
+        let (node, ranks) = (self.tuning.node, self.ranks);
+        let wrong = |text: String| Err(Error::new(ErrorKind::Usage, "ExpertBuffer", text));
+        if node == 0 {
+            return Ok(());
+        }
+        if node > LANES || !ranks.is_multiple_of(node) || !(2..=LANES + 1).contains(&(ranks / node)) {
+            return wrong(format!("rows go once to each node of {node} ranks at most of 32, and {ranks} ranks are no such nodes"));
+        }
+        if !self.expert_layout || self.rank_layout || !self.prereduce {
+            return wrong("rows go once to each node in the expert layout alone, with prereduction".into());
+        }
+        if self.tuning().inboxes != ranks {
+            return wrong("rows that go once to each node need an inbox for each rank".into());
+        }
+        Ok(())
+    }
+
+    /// Bytes of the area behind the inboxes in which the ranks of this node leave sums for others: rows and flags, by writer,
+    /// parity, and node of the token's rank.
+    fn node_area(&self, heap: &EpHeap) -> u64 {
+        let slots = u64::from(self.tuning.node) * u64::from(EP_DEPTH) * u64::from(self.columns());
+        slots * (heap.back_slot + heap.back_flags_slot)
+    }
+
+    /// Ranks of other nodes that have this rank's number there; 0 if rows go once to each rank.
+    pub fn columns(&self) -> u32 {
+        self.ranks.checked_div(self.tuning.node).map_or(0, |nodes| nodes - 1)
     }
 
     fn check_tuning(&self) -> Result<()> {
@@ -238,6 +276,7 @@ impl Shape {
             granted: self.tuning.granted,
             slots: self.tuning.slots,
             inboxes: or(self.tuning.inboxes, self.ranks),
+            node: self.tuning.node,
             early: self.tuning.early,
             marks: self.tuning.marks,
         }
@@ -245,7 +284,7 @@ impl Shape {
 
     /// Whether there are kernels that combine with coded rows, whose blocks of 128 elements have a scale each.
     pub fn has_coded(&self) -> bool {
-        self.expert_layout && self.hidden.is_multiple_of(BLOCK)
+        self.expert_layout && self.hidden.is_multiple_of(BLOCK) && self.tuning.node == 0
     }
 
     /// Whether rows of the rank layout go to slots that each source has at every rank, and are copied to their places
@@ -320,7 +359,8 @@ impl Shape {
     /// Bytes of shared memory in which a block of the expert layout has what all of its warps go by: the first ones.
     fn start_shared(&self) -> u32 {
         let warps = self.tuning().threads / 32;
-        (80 + 24 * self.ranks + 4 * warps + 8 * warps * self.topk).next_multiple_of(128)
+        let via = if self.tuning.node > 0 { 8 * self.ranks } else { 0 };
+        (80 + 24 * self.ranks + via + 4 * warps + 8 * warps * self.topk).next_multiple_of(128)
     }
 
     /// Bytes of one stage of all warps that send in a dispatch.
@@ -394,7 +434,9 @@ impl Shape {
         heap.table_weights = line(most * topk * 8);
         heap.table_stride = 2 * heap.table_weights;
         heap.tables = lay.take(only(slots, depth * heap.table_stride));
-        heap.back_weights_stride = line(most * topk * 8);
+        // Behind the weights a word for each piece that lacks ranks.
+        let lacking = only(self.tuning.node > 0, most * pieces * 8);
+        heap.back_weights_stride = line(most * topk * 8 + lacking);
         heap.back_weights = lay.take(only(slots, depth * heap.back_weights_stride));
         heap.announce_rows = size_of::<EpAnnounceHeader>() as u64;
         heap.announce_counts = heap.announce_rows + (ranks * 4).next_multiple_of(16);
@@ -417,6 +459,10 @@ impl Shape {
         lay.end("returned rows", inboxes);
         heap.inbox_stride = lay.end_inboxes(heap.inboxes, inboxes);
         heap.guess_stride = only(inboxes == ranks, heap.inbox_stride);
+        if self.tuning.node > 0 {
+            lay.take(self.node_area(&heap));
+            lay.end("sums for other nodes", 1);
+        }
         let rows = ranks * most;
         heap.region_scales = line(rows * u64::from(self.row_bytes()));
         heap.region_idx = heap.region_scales + line(rows * u64::from(self.scale_bytes()));
@@ -458,7 +504,7 @@ impl Shape {
             routes: lay.take(expert(ranks * most * topk * 4) + slots(ranks * most * 4)),
             present: lay.take(expert(ranks * most) + slots(ranks * most)),
             weights: lay.take(expert(ranks * most * topk * 4)),
-            sent_rows: lay.take(rank(most * ranks * 4)),
+            sent_rows: lay.take(rank(most * ranks * 4) + u64::from(self.columns()) * most * 8),
             places: lay.take(rank(ranks * 4)),
             offsets: lay.take(rank((ranks + 1) * 4)),
             source: lay.take(rank(ranks * most * 4)),
@@ -506,6 +552,7 @@ impl Shape {
             ("PLAN_COUNT", self.plan_count()),
             ("SLOTS", 0),
             ("EARLY", self.tuning.early.into()),
+            ("NODE", self.tuning.node),
         ];
         numbers.iter().map(|(name, value)| format!("-DEP_{name}={value}")).collect()
     }
