@@ -146,6 +146,20 @@ impl<G: Gpus> Job<G> {
         masks.iter().enumerate().filter(|(_, mask)| **mask != 0).map(|(rank, _)| rank).collect()
     }
 
+    /// Pieces of rows that other ranks of its node have stored in the heap of `rank` in its first dispatch, for themselves or
+    /// for ranks whose rows they forward.
+    pub fn pieces_from_others(&self, rank: usize) -> u64 {
+        let (heap, node) = (self.shape.heap(), self.shape.tuning().node.max(1) as usize);
+        let flags = u64::from(self.shape.max_tokens * self.shape.pieces());
+        let by_others = (0..self.shape.ranks as usize).filter(|source| source % node != rank % node);
+        let pieces = by_others.map(|source| {
+            let at = heap.inbox(source as u32) + heap.row_flags + flags * 8;
+            let flags: Vec<u64> = self.ranks[rank].heap.read(at as usize, flags as usize);
+            flags.iter().filter(|flag| **flag == 1).count() as u64
+        });
+        pieces.sum()
+    }
+
     /// All faults that kernels reported, as text with the heaps' reports.
     pub fn fault_text(&self) -> String {
         let of = |rank| self.faults(rank).into_iter().map(move |(whom, stage)| (rank, whom, stage));

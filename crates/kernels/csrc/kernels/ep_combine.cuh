@@ -96,6 +96,7 @@ __device__ __forceinline__ void send_weights(const EpCombineArgs &args, const St
         if (i != share.first + lane) own.read(args, i);
         u32 home = own.expert >= 0 ? own.expert / LOCAL : c.rank, rank = gateway_to(c, home);
         bool goes = own.expert >= 0 && (start.open >> home & 1) && !(is_direct(c) && rank == c.rank);
+        if (NODE) goes = goes && (start.open >> rank & 1);
         if (!goes || !slots_free(c, start, rank, EP_WORD_COMBINE_TAKEN, EP_STAGE_COMBINE_TAKEN)) continue;
         u64 to = start.to[rank] + weights + u64(i) * 8;
         u64 tag = start.far >> rank & 1 ? 0 : tagged(start.sent, 0);
@@ -266,7 +267,7 @@ struct Returns {
         const EpCommon &c = args.common;
         bool is_ahead = true;
         for (u32 first = worker; first < units;) {
-            bool has = mine.token < start.tokens[mine.source] && (start.open >> mine.source & 1) && present > mine.which;
+            bool has = mine.token < start.tokens[mine.source] && hears(c, start, mine.source) && present > mine.which;
             u32 left = __ballot_sync(WHOLE_WARP, has);
             // The rows of the next piece are looked up before those of the last one are read.
             if (left && !(is_ahead && (left & 1))) row = row_of(args, left, lane);
@@ -605,8 +606,11 @@ __device__ __forceinline__ void run_combine(const EpCombineArgs &args, u8 *share
         }
     }
 #if EP_NODE
-    // Before any wait of this node's ranks for weights. The flagging warp has this rank's own to send.
-    if (sends && warp == FLAGGER - 1) forward_weights(c, start, lane);
+    if (sends && warp == FLAGGER - 1) {
+        decline(c, start, lane);
+        // Before any wait of this node's ranks for weights. The flagging warp has this rank's own to send.
+        forward_weights(c, start, lane);
+    }
 #endif
     if (warp == FLAGGER) {
         if (sends) send_weights(args, start, own, lane);

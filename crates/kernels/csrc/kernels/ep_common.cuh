@@ -32,6 +32,8 @@ constexpr u32 PIECES = (EP_H + EP_PIECE - 1) / EP_PIECE;
 constexpr u32 NODE = EP_NODE;
 constexpr u32 NODE_RANKS = NODE ? NODE : EP_R;
 constexpr u32 NODES = EP_R / NODE_RANKS;
+// Ranks of this rank's number on other nodes.
+constexpr u32 COLUMN = NODE ? NODES - 1 : 1;
 // Set in the flag of a returned row: it lacks ranks of its node.
 constexpr u64 LESS = 1ull << 63;
 // Polls of a word between two reads of the clock, which is slower to read.
@@ -113,6 +115,20 @@ __device__ __forceinline__ bool is_pinned(const EpCommon &c, u64 word) { return 
 // Pause between two polls of such a word.
 constexpr u32 EP_PINNED_NS = 500;
 
+// A number and the epoch it belongs to, in one word: readers need no fence, since the word itself says whether it is
+// current.
+//
+// The tag is the low half of the epoch, which wraps. It is never 0: words that nobody has written are 0, as is what stands
+// for the word of a masked rank.
+__device__ __forceinline__ u32 tag_of(u64 epoch) {
+    u32 low = static_cast<u32>(epoch);
+    return low != 0 ? low : 0x80000000u;
+}
+
+__device__ __forceinline__ u64 tagged(u64 epoch, u32 number) { return u64(tag_of(epoch)) << 32 | number; }
+
+__device__ __forceinline__ bool is_tagged(u64 word, u64 epoch) { return static_cast<u32>(word >> 32) == tag_of(epoch); }
+
 // Whether a rank is on another node, and rows for it go once to that node.
 __device__ __forceinline__ bool is_elsewhere(const EpCommon &c, u32 rank) {
     return NODE && rank / NODE_RANKS != c.rank / NODE_RANKS;
@@ -138,10 +154,20 @@ __device__ __forceinline__ u32 lost_word(u32 stage) {
     return EP_WORD_LOST + (stage == EP_STAGE_WEIGHTS || stage == EP_STAGE_BACK_ROW);
 }
 
+// Of the flag of a sum in the node area, whether the rank of this node that was to write it has declined to.
+__device__ __forceinline__ bool has_declined(const EpCommon &c, u64 flag, u32 rank, u64 epoch) {
+    u64 slots = u64(NODE_RANKS) * EP_DEPTH * COLUMN, area = c.base + c.heap.inboxes + EP_R * c.heap.inbox_stride;
+    u64 first = area + slots * c.heap.back_slot, slot = (flag - first) / c.heap.back_flags_slot;
+    if (flag < first || slot >= slots) return false;
+    u64 seen = ld_relaxed_sys_u64(word_at(c, c.base, rank, EP_WORD_DECLINED + parity_of(epoch)));
+    return is_tagged(seen, epoch) && (seen >> slot % COLUMN & 1);
+}
+
 // Whether a wait for a word of `rank` ends without it. What a gateway has lost is masked here, too.
 __device__ __forceinline__ bool is_out(const EpCommon &c, u64 word, u32 rank, u32 stage, u64 epoch) {
     if constexpr (NODE == 0) return is_masked(c, rank);
     if (is_masked(c, rank)) return true;
+    if (stage == EP_STAGE_BACK_ROW && !is_elsewhere(c, rank)) return has_declined(c, word, rank, epoch);
     if (!is_forwarded(c, word, rank)) return false;
     if (is_masked(c, gateway_from(c, rank))) return true;
     u64 lost = ld_relaxed_sys_u64(word_at(c, c.base, rank, lost_word(stage)));
@@ -197,20 +223,6 @@ __device__ __noinline__ bool await_long(const EpCommon &c, u64 word, u64 value, 
 __device__ __forceinline__ bool await(const EpCommon &c, u64 word, u64 value, u32 rank, u32 stage, u64 epoch) {
     return has_reached(ld_acquire_sys_u64(word), value) || await_long(c, word, value, rank, stage, epoch);
 }
-
-// A number and the epoch it belongs to, in one word: readers need no fence, since the word itself says whether it is
-// current.
-//
-// The tag is the low half of the epoch, which wraps. It is never 0: words that nobody has written are 0, as is what stands
-// for the word of a masked rank.
-__device__ __forceinline__ u32 tag_of(u64 epoch) {
-    u32 low = static_cast<u32>(epoch);
-    return low != 0 ? low : 0x80000000u;
-}
-
-__device__ __forceinline__ u64 tagged(u64 epoch, u32 number) { return u64(tag_of(epoch)) << 32 | number; }
-
-__device__ __forceinline__ bool is_tagged(u64 word, u64 epoch) { return static_cast<u32>(word >> 32) == tag_of(epoch); }
 
 // Waits for a tagged number that `rank` writes; returns the word, with another tag if the rank is masked first.
 // Relaxed: nothing but the word itself is visible afterwards.

@@ -8,7 +8,6 @@
 
 #if EP_NODE
 
-constexpr u32 COLUMN = NODES - 1;
 static_assert(NODES * NODE_RANKS == EP_R && COLUMN >= 1 && COLUMN <= LANES && NODE_RANKS <= LANES && EP_PREREDUCE,
               "limits that the host checks");
 // The most ranks of a node that a token selects.

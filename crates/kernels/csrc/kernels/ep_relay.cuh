@@ -40,6 +40,21 @@ __device__ __noinline__ void forward_weights(const EpCommon &c, const Start &sta
     }
 }
 
+// Announces to the gateways of this node for which of their columns' ranks this rank returns nothing. One warp of each block.
+__device__ __forceinline__ void decline(const EpCommon &c, const Start &start, u32 lane) {
+    u32 gateway = near_rank(c, lane % NODE_RANKS), columns = 0;
+#pragma unroll 1
+    for (u32 number = 0; number < COLUMN; ++number) {
+        u32 source = (gateway + (number + 1) * NODE_RANKS) % EP_R;
+        columns |= u32(!hears(c, start, source) || start.tokens[source] == 0) << number;
+    }
+    if (lane < NODE_RANKS && columns && (start.open >> gateway & 1)) {
+        u64 word = word_in(c, start.to[gateway], EP_WORD_DECLINED + parity_of(start.sent));
+        st_relaxed_sys_u64(word, tagged(start.sent, columns));
+    }
+    __syncwarp();
+}
+
 // Where a rank's sum for a token of another node goes: to its gateway's node area.
 __device__ __forceinline__ NodeArea area_for(const EpCommon &c, const Start &start, u32 source) {
     return NodeArea(c, start.via[gateway_from(c, source)], c.rank % NODE_RANKS, column_of(c, source), start.sent);

@@ -65,6 +65,11 @@ __device__ __forceinline__ u64 inbox_of(const EpCommon &c, const Start &start, u
     return start.from[rank];
 }
 
+// Whether what `rank` sends is received here, and this rank's sums return there: both pass the same gateway.
+__device__ __forceinline__ bool hears(const EpCommon &c, const Start &start, u32 rank) {
+    return start.open >> rank & (NODE ? start.open >> gateway_from(c, rank) & 1 : 1);
+}
+
 // Whether this rank writes to `rank`, and not only to ranks that forward what it sends.
 __device__ __forceinline__ bool has_link(const EpCommon &c, u32 rank) { return gateway_to(c, rank) == rank; }
 
@@ -119,16 +124,6 @@ __device__ __forceinline__ void begin(const EpCommon &c, const EpochRefs &epochs
         open |= u64(__ballot_sync(WHOLE_WARP, known && masked[i] == 0)) << (i * LANES);
         free |= u64(__ballot_sync(WHOLE_WARP, is_free)) << (i * LANES);
     }
-#if EP_NODE
-    // A rank that is masked takes with it the ranks whose rows pass it.
-    u64 unmasked = open;
-    open = 0;
-#pragma unroll 1
-    for (u32 rank = 0; rank < EP_R; ++rank) {
-        bool passes = unmasked >> gateway_to(c, rank) & unmasked >> gateway_from(c, rank) & 1;
-        open |= u64(passes && (unmasked >> rank & 1)) << rank;
-    }
-#endif
     if (lane == 0) {
         start.sent = sent;
         start.received = received;

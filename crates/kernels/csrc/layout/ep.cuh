@@ -42,6 +42,10 @@ constexpr u32 EP_WORD_HELLO = 10;
 // `EP_WORD_SENT`.
 constexpr u32 EP_WORD_PLACE = 11;
 
+// Control word, once per node: of the ranks of the reader's number on other nodes, as bits, those to which the writer returns
+// nothing in a combine. Double-buffered by epoch.
+constexpr u32 EP_WORD_DECLINED = 2;
+
 // Control word, once per node: epoch of the dispatch in which the gateway has lost the source. That of a combine follows.
 constexpr u32 EP_WORD_LOST = 13;
 

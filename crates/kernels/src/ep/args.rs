@@ -40,6 +40,9 @@ constants! {
     /// Control word, rank layout: first row of the source's rows. Double-buffered by epoch; written before
     /// `EP_WORD_SENT`.
     EP_WORD_PLACE: u32 = 11;
+    /// Control word, once per node: of the ranks of the reader's number on other nodes, as bits, those to which the writer returns
+    /// nothing in a combine. Double-buffered by epoch.
+    EP_WORD_DECLINED: u32 = 2;
     /// Control word, once per node: epoch of the dispatch in which the gateway has lost the source. That of a combine follows.
     EP_WORD_LOST: u32 = 13;
     /// Stage of a timeout: waiting for the table of a dispatch.

@@ -9,6 +9,7 @@ mod commands;
 mod epochs;
 mod launch;
 mod layout_kernel;
+mod links;
 mod rank;
 mod report;
 mod shape;
@@ -21,7 +22,7 @@ pub use args::{
     EP_MARKS, EP_NO_REPORT, EP_NOWHERE, EP_RANK_BLOCKS, EP_RECEIVE, EP_SEND, EP_SENT_BITS, EP_STAGE_ANNOUNCE,
     EP_STAGE_BACK_ROW, EP_STAGE_COMBINE_TAKEN, EP_STAGE_DISPATCH_TAKEN, EP_STAGE_PLACE, EP_STAGE_ROOM, EP_STAGE_ROW,
     EP_STAGE_SENT, EP_STAGE_TABLE, EP_STAGE_WEIGHTS, EP_WEIGHTED, EP_WIRE_BF16, EP_WIRE_FP8, EP_WIRE_LOGFMT10,
-    EP_WORD_ANNOUNCE, EP_WORD_COMBINE_TAKEN, EP_WORD_DISPATCH_TAKEN, EP_WORD_HELLO, EP_WORD_LOST, EP_WORD_PLACE, EP_WORD_SENT,
+    EP_WORD_ANNOUNCE, EP_WORD_COMBINE_TAKEN, EP_WORD_DECLINED, EP_WORD_DISPATCH_TAKEN, EP_WORD_HELLO, EP_WORD_LOST, EP_WORD_PLACE, EP_WORD_SENT,
     EP_WORD_TABLE, EpAnnounceHeader, EpCombineArgs, EpCommon, EpDispatchArgs, EpFault, EpHandle, EpHandleHeader,
     EpHeap, EpLayoutArgs, EpRing, EpScan, EpState, layout_ep,
 };
@@ -32,6 +33,7 @@ pub use launch::{
     RANK_DISPATCH,
 };
 pub use layout_kernel::{LAYOUT, LayoutKernel};
+pub use links::{LinkRows, Rows};
 pub use report::stage_name;
 pub use shape::{
     Layout, MOST_HIDDEN, MOST_LOCAL_EXPERTS, MOST_RANKS, MOST_TOKENS, MOST_TOPK, Payload, Scale, Shape, Tuning,

@@ -11,8 +11,8 @@ use super::{
 const WORDS: [&str; 15] = [
     "table0",
     "table1",
-    "",
-    "",
+    "declined0",
+    "declined1",
     "announce0",
     "announce1",
     "sent0",
