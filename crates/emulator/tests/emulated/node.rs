@@ -105,3 +105,48 @@ fn bytes_of_each_link_are_those_of_the_routing() {
         assert_eq!(received, once.received.iter().map(|rows| rows.near).collect::<Vec<u64>>());
     }
 }
+
+/// Ranks that each rank has masked, and those that its kernels named.
+fn named(far: &Far) -> Vec<(Vec<usize>, Vec<u32>)> {
+    let ranks = 0..far.job.shape.ranks as usize;
+    let faults = |rank| {
+        let mut whom: Vec<u32> = far.job.faults(rank).iter().map(|(whom, _)| *whom).collect();
+        whom.sort_unstable();
+        whom
+    };
+    ranks.map(|rank| (far.job.masked(rank), faults(rank))).collect()
+}
+
+/// A rank that takes no part is named by every other rank, and no other rank is: by its column, whose gateways announce the
+/// loss to their nodes, and by its own node, which misses its rows and what it would have forwarded.
+#[test]
+fn a_rank_that_never_comes_is_named_by_all_and_no_other_is() {
+    for (seed, gone) in [(550, 0), (551, 3), (552, 5)] {
+        let Some(mut far) = far(Shape { hidden: 256, ..nodes(3, 2) }) else { return };
+        let shape = far.job.shape;
+        far.job.limit_ns = 1_000_000_000;
+        let mut numbers = Numbers(seed);
+        let routing = Routing::of(&mut numbers, &shape, &[5, 4, 5, 3, 5, 4], Choice::Even);
+        let mut operation = ByExpert::new(&mut far.job, &mut numbers, routing.without(&[gone]), Weights::Combine);
+        operation.dispatch(&mut far.job, 2, BOTH);
+        far.run(seed).unwrap();
+        let others = |far: &Far| {
+            let named = named(far);
+            let others = named.into_iter().enumerate().filter(|(rank, _)| *rank != gone);
+            others.for_each(|(rank, named)| {
+                let text = far.job.fault_text();
+                assert_eq!(named, (vec![gone], vec![gone as u32]), "rank {rank} of {gone}: {text}");
+            });
+        };
+        others(&far);
+        operation.combine(&mut far.job, 2, BOTH);
+        far.run(seed + 1000).unwrap();
+        others(&far);
+        // Its column's tokens have not reached its node; all else is whole.
+        for source in (0..6).filter(|source| source % 2 == gone % 2 && source / 2 != gone / 2) {
+            let here = |expert: &i32| *expert >= 0 && *expert as usize / 4 == gone / 2;
+            operation.routing.idx[source].iter_mut().filter(|expert| here(expert)).for_each(|expert| *expert = -1);
+        }
+        operation.check_dispatch(&far.job).and_then(|()| operation.check_combine(&far.job)).unwrap();
+    }
+}

@@ -26,20 +26,39 @@ __device__ __forceinline__ bool forwards_to(const EpCommon &c, const Start &star
 struct Column {
     u32 tokens = 0;
     u32 flags = 0;
+    // Bits of the ranks whose control words are not there yet. The same in all lanes.
+    u32 missing;
+    u64 started;
 
-    // Waits for control words. All lanes.
-    __device__ __forceinline__ Column(const EpCommon &c, const Start &start, u32 lane) {
+    __device__ __forceinline__ Column(const EpCommon &c, const Start &start, u32 lane) : started(clock_ns()) {
+        missing = __ballot_sync(WHOLE_WARP, lane < COLUMN && (start.open >> column_rank(c, lane) & 1));
+    }
+
+    // Waits until the control word of any missing rank is there, or that rank is masked. Those of which it is, as bits; 0 if no
+    // rank is missing. A rank that is lost delays nothing of the others. All lanes.
+    __device__ __forceinline__ u32 next(const EpCommon &c, const Start &start, u32 lane) {
         u64 epoch = start.received;
-        if (lane < COLUMN && (start.open >> column_rank(c, lane) & 1)) {
-            u32 source = column_rank(c, lane);
-            u64 word = word_in(c, start.via[source], EP_WORD_TABLE + parity_of(epoch));
-            u64 seen = await_tagged(c, word, source, EP_STAGE_TABLE, epoch);
-            u32 said = is_tagged(seen, epoch) ? static_cast<u32>(seen) : 0;
-            tokens = said & SOURCE_TOKENS;
-            tokens = tokens < c.max_tokens ? tokens : c.max_tokens;
-            flags = said >> SOURCE_FLAGS;
+        u32 source = column_rank(c, lane % COLUMN), ended = 0;
+        u64 word = word_in(c, start.via[source], EP_WORD_TABLE + parity_of(epoch));
+#pragma unroll 1
+        while (missing && !ended) {
+            bool over = false;
+            if (missing >> lane & 1) {
+                u64 seen = ld_relaxed_sys_u64(word);
+                over = is_tagged(seen, epoch);
+                u32 said = over ? static_cast<u32>(seen) : 0, count = said & SOURCE_TOKENS;
+                tokens = count < c.max_tokens ? count : c.max_tokens;
+                flags = said >> SOURCE_FLAGS;
+                u64 waited = clock_ns() - started;
+                if (!over && waited >= c.limit_ns) mask_for(c, source, EP_STAGE_TABLE, epoch, seen >> 32);
+                over = over || is_masked(c, source);
+                if (over) note_wait(c, source, started);
+            }
+            ended = __ballot_sync(WHOLE_WARP, over);
+            if (!ended) pause_ns(EP_PINNED_NS);
         }
-        __syncwarp();
+        missing &= ~ended;
+        return ended;
     }
 };
 
@@ -97,8 +116,7 @@ __device__ __forceinline__ void forward_words(const EpDispatchArgs &args, const 
     const EpCommon &c = args.common;
     u64 epoch = start.received;
     Column column(c, start, lane);
-#pragma unroll 1
-    for (u32 number = 0; number < COLUMN; ++number) {
+    auto forward = [&](u32 number) {
         u32 source = column_rank(c, number);
         u32 tokens = __shfl_sync(WHOLE_WARP, column.tokens, number), flags = __shfl_sync(WHOLE_WARP, column.flags, number);
         u32 masked = lane == 0 && is_masked(c, source);
@@ -108,6 +126,13 @@ __device__ __forceinline__ void forward_words(const EpDispatchArgs &args, const 
         }
         there = there && forward_source(args, start, source, tokens, flags & EP_WEIGHTED, worker, workers, lane);
         if (!there) tell_lost(c, start, source, EP_STAGE_TABLE, epoch, lane);
+    };
+    // Those that are masked from the start.
+    u32 closed = ~column.missing & static_cast<u32>((1ull << COLUMN) - 1);
+#pragma unroll 1
+    for (u32 ended = closed ? closed : column.next(c, start, lane); ended; ended = column.next(c, start, lane)) {
+#pragma unroll 1
+        for (; ended; ended &= ended - 1) forward(__ffs(ended) - 1);
     }
 }
 
@@ -189,20 +214,20 @@ struct Forward {
     }
 };
 
-// Forwards a warp's share of the column's rows, those that are there first; `stages`: of this warp. All lanes.
-__device__ __forceinline__ void forward_rows(const EpDispatchArgs &args, Start &start, u8 *stages, Pending &pending, u32 worker,
-                                             u32 workers, u32 lane) {
+// Forwards a warp's share of the rows of some ranks of the column, those that are there first; `stages`: of this warp. All
+// lanes.
+__device__ __forceinline__ void forward_rows(const EpDispatchArgs &args, Start &start, const Column &column, u32 columns,
+                                             u8 *stages, u32 &stage, Pending &pending, u32 worker, u32 workers, u32 lane) {
     const EpCommon &c = args.common;
     u64 epoch = start.received;
-    Column column(c, start, lane);
-    u32 most = __reduce_max_sync(WHOLE_WARP, column.tokens), units = most * COLUMN * PIECES, stage = 0;
+    u32 most = __reduce_max_sync(WHOLE_WARP, column.tokens), units = most * COLUMN * PIECES;
     u32 near = __ballot_sync(WHOLE_WARP, lane < NODE_RANKS && forwards_to(c, start, near_rank(c, lane % NODE_RANKS)));
 #pragma unroll 1
     for (u32 first = worker; first < units; first += LANES * workers) {
         u32 unit = first + lane * workers;
         Forward mine(unit < units ? unit : first);
         u32 tokens = __shfl_sync(WHOLE_WARP, column.tokens, mine.number), ranks = 0;
-        if (unit < units && mine.token < tokens) {
+        if (unit < units && mine.token < tokens && (columns >> mine.number & 1)) {
             u64 &kept = forwards_of(c, mine.number, mine.token);
             u32 selected = SLOTS && args.cached ? static_cast<u32>(kept >> 32) : mine.selected(c, start);
             ranks = selected & near;
@@ -238,7 +263,6 @@ __device__ __forceinline__ void forward_rows(const EpDispatchArgs &args, Start &
             }
         }
     }
-    await_pending(c, pending, start, lane);
 }
 
 // What this rank forwards: words by the first block, before it plans; rows by the first warps of the others. All warps of a launch that receives; `stages`: of this warp.
@@ -248,7 +272,13 @@ __device__ __forceinline__ void forward(const EpDispatchArgs &args, Start &start
     if (blockIdx.x == 0) forward_words(args, start, warp, WARPS, lane);
     if (blockIdx.x < first || warp >= FORWARDERS) return;
     u32 blocks = gridDim.x - first;
-    forward_rows(args, start, stages, pending, warp * blocks + blockIdx.x - first, FORWARDERS * blocks, lane);
+    u32 worker = warp * blocks + blockIdx.x - first, stage = 0;
+    Column column(args.common, start, lane);
+#pragma unroll 1
+    while (u32 columns = column.next(args.common, start, lane)) {
+        forward_rows(args, start, column, columns, stages, stage, pending, worker, FORWARDERS * blocks, lane);
+    }
+    await_pending(args.common, pending, start, lane);
 }
 
 #endif
