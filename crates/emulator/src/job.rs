@@ -387,6 +387,16 @@ impl<M: GpuMemory> ByExpert<M> {
         rank: usize,
         gone: usize,
     ) -> Result<usize, String> {
+        self.check_combine_lacking(job, rank, &[gone])
+    }
+
+    /// The same of several ranks, whose parts are there or lacking together.
+    pub fn check_combine_lacking<G: Gpus<Memory = M>>(
+        &self,
+        job: &Job<G>,
+        rank: usize,
+        gone: &[usize],
+    ) -> Result<usize, String> {
         let (hidden, piece) = (job.shape.hidden as usize, job.shape.tuning().piece as usize);
         let outputs: Vec<Outputs> =
             self.ranks.iter().map(|one| Outputs { hidden, values: one.y.read(0, one.y.len() / 2) }).collect();
@@ -397,7 +407,7 @@ impl<M: GpuMemory> ByExpert<M> {
             all.into_iter().nth(rank).unwrap_or_default()
         };
         let mut fewer = self.routing.clone();
-        fewer.active[gone] = false;
+        gone.iter().for_each(|gone| fewer.active[*gone] = false);
         let (whole, less) = (expected(&self.routing), expected(&fewer));
         let one = &self.ranks[rank];
         let mut lacking = 0;
@@ -407,7 +417,7 @@ impl<M: GpuMemory> ByExpert<M> {
                 let of = |row: &[u16]| row[number * piece..][..got.len()] == *got;
                 if !of(whole) && !of(less) {
                     let what = format!("the sum of token {token}, piece {number}, at rank {rank}");
-                    return Err(format!("{what} is neither whole nor without rank {gone}"));
+                    return Err(format!("{what} is neither whole nor without ranks {gone:?}"));
                 }
                 lacking += usize::from(!of(whole));
             }

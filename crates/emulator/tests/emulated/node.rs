@@ -150,3 +150,110 @@ fn a_rank_that_never_comes_is_named_by_all_and_no_other_is() {
         operation.check_dispatch(&far.job).and_then(|()| operation.check_combine(&far.job)).unwrap();
     }
 }
+
+/// A rank that is lost between a dispatch and its combine. Gateways of its node return sums without it and report which rank
+/// they lack; where it was the gateway itself, the sums of its node are missing. No other rank is named.
+fn lost_before_combine(build: &Build, gone: usize, seed: u64) -> Result<(), String> {
+    let shape = Shape { hidden: 256, ..nodes(3, 2) };
+    let Some(mut far) = far_of(build, shape) else { return Err("no compiler".into()) };
+    far.job.limit_ns = 1_000_000_000;
+    let mut numbers = Numbers(seed);
+    let routing = Routing::of(&mut numbers, &shape, &[5, 4, 5, 3, 5, 4], Choice::Even);
+    let mut operation = ByExpert::new(&mut far.job, &mut numbers, routing, Weights::Dispatch);
+    operation.dispatch(&mut far.job, 2, BOTH);
+    far.run(seed)?;
+    operation.check_dispatch(&far.job)?;
+    operation.routing.active[gone] = false;
+    operation.combine(&mut far.job, 2, BOTH);
+    far.run(seed + 1000)?;
+    operation.routing.active[gone] = true;
+    for (rank, named) in named(&far).into_iter().enumerate().filter(|(rank, _)| *rank != gone) {
+        if named != (vec![gone], vec![gone as u32]) {
+            return Err(format!("rank {rank} names {named:?}: {}", far.job.fault_text()));
+        }
+        let is_gateway = rank % 2 == gone % 2;
+        let node = [gone / 2 * 2, gone / 2 * 2 + 1];
+        let lacking = if is_gateway { &node[..] } else { &[gone] };
+        if operation.check_combine_lacking(&far.job, rank, lacking)? == 0 {
+            return Err(format!("the sums of rank {rank} are whole without rank {gone}"));
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn sums_that_lack_a_rank_name_it() {
+    for (seed, gone) in [(560, 3), (561, 0)] {
+        lost_before_combine(&Build::new(&EXPERT), gone, seed).unwrap();
+    }
+}
+
+/// The proxy of a rank is killed in the middle of an operation, wherever that is. The other node's ranks name that rank and no
+/// other; what returns through another gateway is whole, what it was to return is whole or missing.
+#[test]
+fn a_gateway_whose_proxy_is_killed_leaves_no_wrong_sum() {
+    let shape = Shape { hidden: 256, ..nodes(2, 2) };
+    let (mut lacking, mut whole) = (0, 0);
+    for cut in (1..40).step_by(4) {
+        let Some(mut far) = far(shape) else { return };
+        (far.killed, far.cut, far.job.limit_ns) = (Some(3), cut, 1_000_000_000);
+        let mut numbers = Numbers(cut.into());
+        let routing = Routing::of(&mut numbers, &shape, &[5, 4, 5, 3], Choice::Even);
+        let operation = ByExpert::new(&mut far.job, &mut numbers, routing, Weights::Dispatch);
+        operation.dispatch(&mut far.job, 2, BOTH);
+        far.run(cut.into()).unwrap();
+        operation.combine(&mut far.job, 2, BOTH);
+        far.run(u64::from(cut) + 100).unwrap();
+        for rank in [0, 1] {
+            let named: Vec<u32> = far.job.faults(rank).iter().map(|(whom, _)| *whom).collect();
+            assert!(named.iter().all(|whom| *whom == 3), "cut {cut}, rank {rank}: {named:?}; {}", far.job.fault_text());
+        }
+        assert_eq!(operation.check_combine(&far.job).map_err(|_| ()).is_ok(), far.job.masked(1).is_empty(), "cut {cut}");
+        let found = operation.check_combine_lacking(&far.job, 1, &[2, 3]);
+        let found = found.unwrap_or_else(|what| panic!("cut {cut}: {what}; {}", far.job.fault_text()));
+        assert!(found == 0 || far.job.masked(1) == [3], "cut {cut}");
+        lacking += usize::from(found > 0);
+        whole += usize::from(found == 0);
+        assert_eq!([0, 2].map(|rank| operation.check_combine_without(&far.job, rank, 3)), [Ok(0), Ok(0)], "cut {cut}");
+    }
+    assert!(lacking > 0 && whole > 0, "{lacking} and {whole}");
+}
+
+/// Each of these faults is caught, by a check of memory, by a wrong result, or by a wrong name.
+#[test]
+fn gateways_that_are_wrong_are_caught() {
+    let rounds = [
+        // Rows are forwarded before they have arrived.
+        ("kernels/ep_forward.cuh", "has_reached(ld_acquire_sys_u64(flag), epoch)", "true"),
+        // Sums without waiting for what is added.
+        ("kernels/ep_relay.cuh", "came = came && await(c, area.flag", "came = came || await(c, area.flag"),
+        // The last pieces of a warp are announced after it has waited for others.
+        ("kernels/ep_combine.cuh", "outbox.settle(lane);", ""),
+        // The expert's number within the node, not at its rank.
+        ("kernels/ep_forward.cuh", "there ? expert % LOCAL + 1 : 0", "there ? expert + 1 : 0"),
+        // Of a launch that only receives, the epoch of the next one.
+        ("kernels/ep_start.cuh", "return NODE && !(c.phases & EP_SEND) ? start.received : start.sent;", "return start.sent + !(c.phases & EP_SEND);"),
+    ];
+    for (path, from, to) in rounds {
+        let build = Build::new(&EXPERT).broken(path, from, to);
+        let Some(mut far) = far_of(&build, Shape { max_tokens: 3, hidden: 256, ..nodes(2, 2) }) else { return };
+        far.job.limit_ns = 1_000_000_000;
+        let caught = (600..640).any(|seed| {
+            let wrong = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                expert_rounds(&mut far, seed..seed + 1, Coding::Bf16);
+            }));
+            wrong.is_err()
+        });
+        assert!(caught, "{path}: {to:?} does no harm");
+    }
+    let losses = [
+        // Sums that lack a rank are returned as whole ones.
+        ("kernels/ep_relay.cuh", "u32 kind = missing ? EP_COMMAND_BACK_LESS : EP_COMMAND_BACK;", "u32 kind = EP_COMMAND_BACK;"),
+        // Who is missing is not read.
+        ("kernels/ep_relay.cuh", "if (valid && (ld_relaxed_sys_u64(flag) & LESS))", "if (false)"),
+    ];
+    for (path, from, to) in losses {
+        let build = Build::new(&EXPERT).broken(path, from, to);
+        assert!(lost_before_combine(&build, 3, 560).is_err(), "{path}: {to:?} does no harm");
+    }
+}
