@@ -82,6 +82,28 @@ fn kernels_of_expert_parallelism_compile_for_shapes() {
     );
 }
 
+/// Rows that go once to each node: two and four nodes, and as many ranks as there may be.
+#[test]
+fn kernels_that_forward_compile() {
+    let Some(library) = support::nvrtc() else { return };
+    let once = |node: u32| Tuning { node, early: true, ..Tuning::USUAL };
+    let decode = Shape {
+        hidden: 7168,
+        topk: 8,
+        experts: 256,
+        ranks: 16,
+        max_tokens: 128,
+        payload: Payload::Fp8(Scale::F32),
+        prereduce: true,
+        expert_layout: true,
+        rank_layout: false,
+        regions: 0,
+        tuning: once(8),
+    };
+    let wide = Shape { hidden: 5128, topk: 6, ranks: 64, payload: Payload::Bf16, tuning: once(16), ..decode };
+    compile(library, &[("sm_80", decode), ("sm_90a", decode), ("sm_90a", wide), ("sm_100a", decode)]);
+}
+
 /// As far as the limits go: the longest rows, the most experts of a token, of a rank, and the most ranks.
 #[test]
 fn kernels_of_expert_parallelism_compile_for_the_largest_shapes() {
@@ -127,12 +149,12 @@ fn compile(library: Library, shapes: &[(&str, Shape)]) {
         let expert = shape.defines(sources::has_bulk(parsed));
         let rank = shape.rank_defines(sources::has_bulk(parsed));
         let (dispatch, combine) = (mangled::<EpDispatchArgs>, mangled::<EpCombineArgs>);
-        let mut layouts = vec![
-            (sources::EP_EXPERT, &expert, [dispatch(EXPERT_DISPATCH), combine(EXPERT_COMBINE)]),
-            (sources::EP_RANK, &rank, [dispatch(RANK_DISPATCH), combine(RANK_COMBINE)]),
-        ];
+        let mut layouts = vec![(sources::EP_EXPERT, &expert, [dispatch(EXPERT_DISPATCH), combine(EXPERT_COMBINE)])];
         let slots = shape.slot_defines(sources::has_bulk(parsed));
-        layouts.push((sources::EP_SLOTS, &slots, [dispatch(RANK_DISPATCH), combine(RANK_COMBINE)]));
+        if shape.rank_layout {
+            layouts.push((sources::EP_RANK, &rank, [dispatch(RANK_DISPATCH), combine(RANK_COMBINE)]));
+            layouts.push((sources::EP_SLOTS, &slots, [dispatch(RANK_DISPATCH), combine(RANK_COMBINE)]));
+        }
         if shape.has_coded() {
             let names = [combine(EXPERT_COMBINE_LOGFMT10), combine(EXPERT_COMBINE_FP8)];
             layouts.push((sources::EP_CODED, &expert, names));

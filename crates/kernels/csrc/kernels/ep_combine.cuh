@@ -468,7 +468,7 @@ struct Gather {
                 load_step(v, __shfl_sync(WHOLE_WARP, row, source), elements, lane);
             }
         };
-        sum_terms<4, false, Plain>(here_sum, terms, false, load_near, [] { return 1.0f; });
+        sum_terms<2, false, Plain>(here_sum, terms, false, load_near, [] { return 1.0f; });
 #pragma unroll
         for (u32 i = 0; i < 2; ++i) mine[i] = here_sum.narrowed(i);
         mine_of = __ffs(__ballot_sync(WHOLE_WARP, valid)) - 1;

@@ -33,7 +33,7 @@ constexpr u32 NODE = EP_NODE;
 constexpr u32 NODE_RANKS = NODE ? NODE : EP_R;
 constexpr u32 NODES = EP_R / NODE_RANKS;
 // Ranks of this rank's number on other nodes.
-constexpr u32 COLUMN = NODE ? NODES - 1 : 1;
+constexpr u32 COLUMN = NODES - 1;
 // Set in the flag of a returned row: it lacks ranks of its node.
 constexpr u64 LESS = 1ull << 63;
 // Polls of a word between two reads of the clock, which is slower to read.
@@ -144,6 +144,7 @@ __device__ __forceinline__ u32 gateway_from(const EpCommon &c, u32 rank) {
     return is_elsewhere(c, rank) ? c.rank / NODE_RANKS * NODE_RANKS + rank % NODE_RANKS : rank;
 }
 
+#if EP_NODE
 // True for a word that a gateway of this node has forwarded for `rank`.
 __device__ __forceinline__ bool is_forwarded(const EpCommon &c, u64 word, u32 rank) {
     return is_elsewhere(c, rank) && !is_pinned(c, word);
@@ -165,7 +166,6 @@ __device__ __forceinline__ bool has_declined(const EpCommon &c, u64 flag, u32 ra
 
 // Whether a wait for a word of `rank` ends without it. What a gateway has lost is masked here, too.
 __device__ __forceinline__ bool is_out(const EpCommon &c, u64 word, u32 rank, u32 stage, u64 epoch) {
-    if constexpr (NODE == 0) return is_masked(c, rank);
     if (is_masked(c, rank)) return true;
     if (stage == EP_STAGE_BACK_ROW && !is_elsewhere(c, rank)) return has_declined(c, word, rank, epoch);
     if (!is_forwarded(c, word, rank)) return false;
@@ -179,7 +179,7 @@ __device__ __forceinline__ bool is_out(const EpCommon &c, u64 word, u32 rank, u3
 // The limit of a wait: longer for what passes another rank, which is to time out first and to report what it waits for.
 __device__ __forceinline__ u64 limit_of(const EpCommon &c, u64 word, u32 rank, u32 stage) {
     bool passes = is_forwarded(c, word, rank) || (is_elsewhere(c, rank) && stage == EP_STAGE_BACK_ROW);
-    return NODE && passes ? c.limit_ns + c.limit_ns / 4 : c.limit_ns;
+    return passes ? c.limit_ns + c.limit_ns / 4 : c.limit_ns;
 }
 
 // The rank that is masked at a timeout: the one that was to write the word.
@@ -187,6 +187,7 @@ __device__ __forceinline__ u32 writer_of(const EpCommon &c, u64 word, u32 rank) 
     u32 gateway = gateway_from(c, rank);
     return is_forwarded(c, word, rank) && gateway != c.rank ? gateway : rank;
 }
+#endif
 
 // Whether a word has reached a value.
 __device__ __forceinline__ bool has_reached(u64 seen, u64 value) { return (NODE ? seen & ~LESS : seen) >= value; }
@@ -207,12 +208,20 @@ __device__ __noinline__ bool await_long(const EpCommon &c, u64 word, u64 value, 
             if (pinned) pause_ns(EP_PINNED_NS);
         }
         // All waiting threads read the same line of masks, so do it rarely.
+#if EP_NODE
         if (is_out(c, word, rank, stage, epoch)) {
+#else
+        if (is_masked(c, rank)) {
+#endif
             note_wait(c, rank, started);
             return false;
         }
         u64 waited = clock_ns() - started;
+#if EP_NODE
         if (waited >= limit_of(c, word, rank, stage)) mask_for(c, writer_of(c, word, rank), stage, epoch, seen);
+#else
+        if (waited >= c.limit_ns) mask_for(c, rank, stage, epoch, seen);
+#endif
         if (waited > 1000000) pause_ns(500);
     }
 }
@@ -240,12 +249,20 @@ __device__ __noinline__ u64 await_tagged(const EpCommon &c, u64 word, u32 rank, 
             }
             if (pinned) pause_ns(EP_PINNED_NS);
         }
+#if EP_NODE
         if (is_out(c, word, rank, stage, epoch)) {
+#else
+        if (is_masked(c, rank)) {
+#endif
             note_wait(c, rank, started);
             return tagged(epoch + 1, 0);
         }
         u64 waited = clock_ns() - started;
+#if EP_NODE
         if (waited >= limit_of(c, word, rank, stage)) mask_for(c, writer_of(c, word, rank), stage, epoch, seen >> 32);
+#else
+        if (waited >= c.limit_ns) mask_for(c, rank, stage, epoch, seen >> 32);
+#endif
         if (waited > 1000000) pause_ns(500);
     }
 }

@@ -117,8 +117,12 @@ struct Outgoing {
     __device__ __forceinline__ void send(const EpCommon &c, const Start &start, u32 unit, const u8 *stage, Pending &pending,
                                          u32 lane) const {
         u32 token = unit / PIECES, piece = unit % PIECES;
-        u32 home = expert >= 0 ? expert / LOCAL : 0, rank = destination(c, home);
-        bool goes = expert >= 0 && (NODE == 0 || (start.open >> home & 1));
+        u32 rank = expert >= 0 ? expert / LOCAL : 0;
+        bool goes = expert >= 0;
+#if EP_NODE
+        goes = goes && (start.open >> rank & 1);
+        rank = gateway_to(c, rank);
+#endif
         bool sender = is_first_of_rank(rank, goes, lane) && takes_rows(start, rank);
         u64 inbox = start.to[rank], row = parity_of(start.sent) * c.max_tokens + token;
         u64 place = c.heap.rows + row * c.heap.row_stride + piece * c.heap.piece_stride, to = inbox + place;

@@ -38,8 +38,12 @@ struct Outbox {
     Flags &flags;
     u32 warp;
     u32 sent = 0;
+#if EP_NODE
     // Pieces before the last `settle`, all of which have arrived.
     u32 settled = 0;
+#else
+    static constexpr u32 settled = 0;
+#endif
 
     // Stage for the next piece; its previous contents have been sent.
     __device__ __forceinline__ u8 *stage(u8 *stages, u32 bytes) const {
@@ -113,7 +117,9 @@ struct Outbox {
             atom_add_acq_rel_shared_u32(flags.there[warp], left | done);
         }
         __syncwarp();
+#if EP_NODE
         settled = sent;
+#endif
     }
 };
 

@@ -52,15 +52,6 @@ struct OwnSelection {
 // Whether a rank may be written to.
 __device__ __forceinline__ bool takes_rows(const Start &start, u32 rank) { return (start.open & start.free) >> rank & 1; }
 
-// The rank to which what goes to an expert on `home` is sent: on another node, the one that forwards it.
-__device__ __forceinline__ u32 destination(const EpCommon &c, u32 home) { return gateway_to(c, home); }
-
-// Whether what goes to an expert on `home` is sent to `rank`.
-__device__ __forceinline__ bool goes_to(const EpCommon &c, const Start &start, u32 home, u32 rank) {
-    if (NODE == 0 || home >= EP_R) return home == rank;
-    return destination(c, home) == rank && (start.open >> home & 1);
-}
-
 // The number of an expert in words to its home, or to the rank that forwards them.
 __device__ __forceinline__ u32 number_of(const EpCommon &c, int expert) {
     if (is_elsewhere(c, expert / LOCAL)) return expert % (LOCAL * NODE_RANKS) + 1;
@@ -108,7 +99,11 @@ __device__ __forceinline__ void send_selections(const EpDispatchArgs &args, cons
             u32 rank = (c.rank + turn) % EP_R;
             if (!takes_rows(start, rank) || !has_link(c, rank)) continue;
             u64 word = start.to[rank] + table + 8 * i;
-            bool there = goes_to(c, start, home, rank);
+#if EP_NODE
+            bool there = expert >= 0 && gateway_to(c, home) == rank && (start.open >> home & 1);
+#else
+            bool there = home == rank;
+#endif
             // The proxy of a far rank sets the tags.
             u64 tag = start.far >> rank & 1 ? 0 : tagged(epoch, 0);
             st_relaxed_sys_u64(word, tag | (there ? number_of(c, expert) : 0));

@@ -171,8 +171,8 @@ __device__ __noinline__ void look_at_slots(const EpCommon &c, const Start &start
 #pragma unroll 1
     for (u32 rank = lane; rank < EP_R; rank += LANES) {
         if (!((start.far & start.open) >> rank & 1)) continue;
-        u64 seen = ld_acquire_sys_u64(word_in(c, inbox_of(c, start, rank), word));
-        atomicMax(&at<u64>(taken_seen(c, rank, word)), seen);
+        u64 inbox = inbox_of(c, start, rank);
+        atomicMax(&at<u64>(taken_seen(c, rank, word)), ld_acquire_sys_u64(word_in(c, inbox, word)));
     }
     __syncwarp();
 }
