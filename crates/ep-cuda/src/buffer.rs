@@ -62,11 +62,11 @@ impl DeviceBuffer {
         let me = group.rank();
         config.check_rank(me)?;
         let cuda = options::context(options.ordinal)?;
-        let far = config.ranks - shape.tuning().inboxes;
+        let far = shape.far_ranks();
         options::plan(&config, &options, far, Ok(options::free(&cuda)?))?.check()?;
         let id = random_id()?;
         let room = options::room(&shape, &options);
-        let parameters = Parameters::of(&config).on_gpu(shape.regions, shape.slotted());
+        let parameters = Parameters::of(&config).on_gpu(shape.regions, shape.slotted()).once_per(shape.tuning().node);
         timer.end("context");
         // Loading kernels and allocating the heap take about the same time.
         let (loaded, made) = kernel_cache::load_beside(&cuda, context.settings(), &shape, || {
@@ -216,7 +216,7 @@ impl DeviceBuffer {
 
     /// Ranks without a part in the operations that are done, ascending: not connected, masked or lost.
     pub fn missing(&self) -> Vec<u32> {
-        self.0.current().missing()
+        self.0.current().missing(self.0.me, &self.0.shape)
     }
 
     /// Ranks lost so far, in order. When an operation has completed without a rank, that rank is listed; a rank that

@@ -30,13 +30,15 @@ enum MetPath {
     Host(Area, Box<Inbox>, Shared),
     /// A link for each lane.
     Far(Arc<FarRank>, Vec<Offer>),
+    /// None: other ranks forward.
+    Through,
 }
 
 impl Met {
     /// The places that the rank writes to, for the rank.
     fn targets(&self) -> Vec<u8> {
         match &self.path {
-            MetPath::Mapped(..) => Vec::new(),
+            MetPath::Mapped(..) | MetPath::Through => Vec::new(),
             MetPath::Host(_, _, shared) => shared.to_bytes(),
             MetPath::Far(_, offers) => offers.iter().flat_map(Offer::targets).collect(),
         }
@@ -144,6 +146,7 @@ impl Inner {
                 let links = offers.into_iter().zip(theirs).map(|(offer, theirs)| offer.accept(theirs));
                 (Path::Far { endpoint, far }, links.collect::<Result<Vec<_>>>()?)
             }
+            MetPath::Through => (Path::Through { endpoint }, Vec::new()),
         };
         Ok((Peer { rank, generation: 0, masked, lost: None, departure: None, path, life: None }, links))
     }
@@ -165,6 +168,7 @@ impl Inner {
                 Ok(())
             }
             MetPath::Far(far, _) => self.heap.set_taken(met.rank, Some(far), epochs),
+            MetPath::Through => Ok(()),
         })
     }
 
@@ -172,7 +176,13 @@ impl Inner {
     fn hello(&self, connection: &Connection, epochs: Epochs) -> Result<Hello> {
         let stale = self.membership.lock().mark_stale(connection.rank);
         let near = connection.is_shared();
+        let gateways = self.shape.gateways(self.me, connection.rank);
+        let near = near && gateways.is_none();
         let inbox = if near { self.heap.take_inbox(connection.rank, stale)? } else { None };
+        if stale && gateways.is_some() {
+            // Its gateway has written there.
+            self.heap.clear(connection.rank)?;
+        }
         let shared = match inbox {
             Some(_) => self.share(connection)?,
             None if near => {
@@ -226,6 +236,11 @@ impl Inner {
 
     fn meet(&self, greeted: Greeted, deadline: Instant) -> Result<Met> {
         let Greeted { connection: Connection { rank, endpoint, .. }, received, sent } = greeted;
+        if let Some([theirs, _]) = self.shape.gateways(self.me, rank)
+            && theirs != rank
+        {
+            return Ok(Met { rank, endpoint, path: MetPath::Through });
+        }
         // Both ranks map the other's heap, or none does.
         let mapped = match received.shared.filter(|_| sent.shared.is_some()) {
             Some(shared) => self.map(rank, &endpoint, (&shared, received.inbox), deadline)?,
@@ -243,6 +258,11 @@ impl Inner {
     fn meet_far(&self, rank: u32, endpoint: &Endpoint, deadline: Instant) -> Result<MetPath> {
         let named = |error: Error| Error { peer: Some(format!("rank {rank}")), ..error };
         let refuse = |text: String| named(Error::new(ErrorKind::Unsupported, "connect", text));
+        let node = self.shape.tuning().node;
+        if node > 0 && rank / node == self.me / node {
+            let text = format!("this GPU cannot map its heap, as it must with rows that go once to each node of {node} ranks");
+            return Err(refuse(text).with_hint("make the buffer with send=\"rank\" on all ranks"));
+        }
         if self.shape.rank_layout && !self.shape.slotted() {
             let text = "this GPU cannot map its heap, and the buffer was made for ranks of one node".to_owned();
             return Err(refuse(text).with_hint("make it with between_nodes=True on all ranks"));
@@ -252,7 +272,12 @@ impl Inner {
             return Err(refuse(format!("an inbox of {} bytes is more than {MOST_INBOX}", inbox.area_bytes())));
         }
         let bytes = inbox.area_bytes() as usize;
-        if endpoint.lanes().iter().any(|lane| lane.transport == "shm") {
+        let shares = endpoint.lanes().iter().any(|lane| lane.transport == "shm");
+        if shares && node > 0 {
+            let text = "it is on this machine, and rows that go once to each node need rails between nodes".to_owned();
+            return Err(refuse(text).with_hint("leave shm out of CROSSRAIL_TLS, or use send=\"rank\""));
+        }
+        if shares {
             let memory = self.context.alloc(Area::room_for(bytes))?;
             let shared = endpoint.share(&memory).map_err(named)?;
             let receive = Area::registered(cuda, (memory.ptr(), memory.len()), bytes, memory).map_err(named)?;

@@ -200,7 +200,12 @@ impl Heap {
         let places = match &peer.path {
             Path::Own => near(self.base(), self.inboxes.of(self.me).unwrap_or(0)),
             Path::Mapped { heap, inbox, .. } => near(heap.ptr() as u64, *inbox),
+            // Once per node: what it sends arrives in `receive`, and is forwarded to its inboxes in all heaps of this node.
+            Path::Far { far, .. } if self.room.tuning().node > 0 => {
+                [far.receive.address(), far.send.address(), self.base() + self.inbox(peer.rank)]
+            }
             Path::Host { far, .. } | Path::Far { far, .. } => [self.base(), far.send.address(), far.receive.address()],
+            Path::Through { .. } => return self.clear_path(peer.rank),
         };
         self.set_places(peer.rank, places)
     }

@@ -33,6 +33,8 @@ pub struct DeviceOptions {
     /// Lay the heap out for every payload and number of experts per token, so that
     /// [`crate::DeviceBuffer::variant`] can be called. The same on all ranks.
     pub variants: bool,
+    /// How often a row crosses the network. The same on all ranks.
+    pub send: Send,
     /// Ranks, this one included, that write into the heap; others write into memory of the host. `None`: those that are on
     /// this node, or may be. Ranks may differ.
     pub inboxes: Option<u32>,
@@ -47,9 +49,24 @@ impl Default for DeviceOptions {
             node: None,
             between_nodes: None,
             variants: false,
+            send: Send::Rank,
             inboxes: None,
         }
     }
+}
+
+/// How often a row crosses the network.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Send {
+    /// Once for each rank that has one of its token's experts.
+    #[default]
+    Rank,
+    /// Once for each node, where one rank forwards it, and returns the node's sum. Expert layout with prereduction; coded
+    /// combines are refused.
+    Node {
+        /// Ranks of each node, which are adjacent; `None`: those of the group's nodes, all of whose ranks must have joined.
+        ranks: Option<u32>,
+    },
 }
 
 impl DeviceOptions {
@@ -62,6 +79,9 @@ impl DeviceOptions {
     /// join, so that all ranks decide alike, and the heap reserves nothing for ranks of other nodes.
     pub(crate) fn resolved(self, config: &Config, group: &Group) -> Result<DeviceOptions> {
         let shape = shape(config, &self)?;
+        if let Send::Node { ranks } = self.send {
+            return self.once_per_node(config, group, ranks);
+        }
         let known = self.node.is_some() || !config.share_node;
         let granted = shape.rank_layout && !shape.slotted();
         let matters = granted || (self.inboxes.is_none() && shape.heap_bytes() >= LARGE);
@@ -82,8 +102,46 @@ impl DeviceOptions {
         Ok(self.of_ranks(config.ranks, apart, known || apart > 0))
     }
 
+    /// These options where rows go once to each node.
+    fn once_per_node(self, config: &Config, group: &Group, ranks: Option<u32>) -> Result<DeviceOptions> {
+        let size = match ranks {
+            Some(ranks) => ranks,
+            None => {
+                let all: Vec<u32> = (0..config.ranks).collect();
+                group.wait_members(&all, Some(config.timeout))?;
+                let mut nodes = vec![""; config.ranks as usize];
+                let members = group.members();
+                members.iter().for_each(|member| {
+                    if let Some(node) = nodes.get_mut(member.rank as usize) {
+                        *node = &member.node;
+                    }
+                });
+                size_of_nodes(&nodes)?
+            }
+        };
+        if size == config.ranks {
+            let options = DeviceOptions { send: Send::Rank, ..self };
+            return Ok(options.of_ranks(config.ranks, 0, false));
+        }
+        let send = Send::Node { ranks: Some(size) };
+        Ok(DeviceOptions { send, between_nodes: Some(true), inboxes: Some(config.ranks), ..self })
+    }
+
+    /// Ranks of each node if rows go once to each node; else 0. Of resolved options.
+    pub(crate) fn node_ranks(&self) -> u32 {
+        match self.send {
+            Send::Rank => 0,
+            Send::Node { ranks } => ranks.unwrap_or(0),
+        }
+    }
+
     /// These options for a group of which `apart` ranks are on other nodes, or `several` nodes take part anyway.
     fn of_ranks(self, ranks: u32, apart: u32, several: bool) -> DeviceOptions {
+        if let Send::Node { ranks: Some(node) } = self.send
+            && node < ranks
+        {
+            return DeviceOptions { between_nodes: Some(true), inboxes: Some(ranks), ..self };
+        }
         let between_nodes = self.between_nodes.unwrap_or(several);
         let inboxes = self.inboxes.unwrap_or(if between_nodes { ranks - apart } else { ranks });
         DeviceOptions { between_nodes: Some(between_nodes), inboxes: Some(inboxes), ..self }
@@ -108,6 +166,23 @@ impl DeviceOptions {
     pub(crate) fn node_of(&self, node: &str) -> String {
         self.node.map_or_else(|| node.to_owned(), |number| format!("{node}/{number}"))
     }
+}
+
+/// Ranks of each node, by the node of each rank.
+///
+/// # Errors
+/// `Usage` for nodes whose ranks are not adjacent, or not equally many.
+fn size_of_nodes(nodes: &[&str]) -> Result<u32> {
+    let first = nodes.iter().take_while(|node| **node == nodes[0]).count().max(1);
+    let firsts: Vec<&str> = nodes.iter().step_by(first).copied().collect();
+    let even = nodes.len().is_multiple_of(first) && nodes.chunks(first).all(|node| node.iter().all(|one| *one == node[0]));
+    let distinct = firsts.iter().enumerate().all(|(at, node)| !firsts[..at].contains(node));
+    if even && distinct {
+        return Ok(first as u32);
+    }
+    let text = "send=\"node\" needs nodes of equally many ranks, with adjacent numbers";
+    let error = Error::new(ErrorKind::Usage, "ExpertBuffer", text);
+    Err(error.with_hint("number the ranks node by node, or use send=\"rank\""))
 }
 
 /// The shape that kernels are compiled for.
@@ -143,6 +218,7 @@ pub(crate) fn shape(config: &Config, options: &DeviceOptions) -> Result<kernels:
             early: true,
             slots: options.between_nodes.unwrap_or(false),
             inboxes: options.inboxes.unwrap_or(0),
+            node: options.node_ranks(),
             ..kernels::Tuning::USUAL
         },
     };
@@ -209,4 +285,45 @@ pub(crate) fn context(ordinal: u32) -> Result<Context> {
         return Err(Error::new(ErrorKind::Usage, "ExpertBuffer", text));
     }
     Context::primary(&cuda.device(ordinal)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nodes_are_of_equally_many_adjacent_ranks() {
+        assert_eq!(size_of_nodes(&["a", "a", "b", "b", "c", "c"]).unwrap(), 2);
+        assert_eq!(size_of_nodes(&["a", "a", "a"]).unwrap(), 3);
+        assert_eq!(size_of_nodes(&["a", "b", "c"]).unwrap(), 1);
+        for nodes in [&["a", "a", "b"][..], &["a", "b", "a", "b"], &["a", "a", "b", "c"], &["a", "a", "b", "b", "a", "a"]] {
+            let error = size_of_nodes(nodes).unwrap_err();
+            assert!(error.kind == ErrorKind::Usage && error.detail.contains("adjacent"), "{nodes:?}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_heap_for_rows_that_go_once_to_each_node_has_pinned_memory_for_its_column() {
+        let config = Config {
+            ranks: 16,
+            max_tokens: 128,
+            hidden: 7168,
+            experts: 256,
+            topk: 8,
+            payload: Payload::Fp8(Scale::F32),
+            layouts: vec![Layout::Expert],
+            prereduce: true,
+            share_node: true,
+            timeout: Duration::from_secs(1),
+            on_loss: crossrail_ep::OnLoss::Raise,
+        };
+        let options = DeviceOptions { send: Send::Node { ranks: Some(8) }, ..DeviceOptions::default() };
+        let options = options.of_ranks(16, 8, true);
+        let shape = shape(&config, &options).unwrap();
+        assert_eq!((shape.tuning().node, shape.tuning().inboxes, shape.far_ranks()), (8, 16, 1));
+        let each = DeviceOptions::default().of_ranks(16, 8, true);
+        let each = super::shape(&config, &each).unwrap();
+        assert_eq!((each.tuning().node, each.far_ranks()), (0, 8));
+        assert!(pinned(&shape, shape.far_ranks()) * 7 < pinned(&each, each.far_ranks()));
+    }
 }

@@ -42,6 +42,8 @@ pub(crate) enum Path {
     Host { endpoint: Endpoint, far: Arc<FarRank> },
     /// Into pinned memory, from which the proxy sends.
     Far { endpoint: Endpoint, far: Arc<FarRank> },
+    /// Not at all: ranks of equal number on both nodes forward what they send each other.
+    Through { endpoint: Endpoint },
 }
 
 impl Peer {
@@ -58,6 +60,7 @@ impl Peer {
             }
             Path::Host { endpoint, far } => Path::Host { endpoint: endpoint.clone(), far: far.clone() },
             Path::Far { endpoint, far } => Path::Far { endpoint: endpoint.clone(), far: far.clone() },
+            Path::Through { endpoint } => Path::Through { endpoint: endpoint.clone() },
         };
         let Peer { rank, generation, masked, ref lost, ref departure, .. } = *self;
         Peer { rank, generation, masked, lost: lost.clone(), departure: departure.clone(), path, life: None }
@@ -66,7 +69,10 @@ impl Peer {
     pub(crate) fn endpoint(&self) -> Option<&Endpoint> {
         match &self.path {
             Path::Own => None,
-            Path::Mapped { endpoint, .. } | Path::Host { endpoint, .. } | Path::Far { endpoint, .. } => Some(endpoint),
+            Path::Mapped { endpoint, .. }
+            | Path::Host { endpoint, .. }
+            | Path::Far { endpoint, .. }
+            | Path::Through { endpoint } => Some(endpoint),
         }
     }
 
@@ -99,7 +105,7 @@ impl Peer {
         match &self.path {
             Path::Own => LinkKind::Myself,
             Path::Mapped { .. } | Path::Host { .. } => LinkKind::Heap,
-            Path::Far { .. } => LinkKind::Network,
+            Path::Far { .. } | Path::Through { .. } => LinkKind::Network,
         }
     }
 

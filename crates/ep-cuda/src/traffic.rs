@@ -48,12 +48,33 @@ impl DeviceBuffer {
             };
             (0..inner.config.ranks).map(reach).collect()
         };
-        let routing = self.routing(handle)?;
+        let mut routing = self.routing(handle)?;
+        if inner.shape.tuning().node > 0 {
+            routing.forwarded = self.forwarded(handle)?;
+        }
         let config = &inner.config;
         let row = (config.payload.row_bytes(config.hidden) + config.payload.scale_bytes(config.hidden)) as u64;
         let to = routing.bytes(&reach, row, true);
         let back = routing.bytes(&reach, 2 * config.hidden as u64, config.prereduce || handle.layout() == Layout::Rank);
         Ok(Traffic { dispatch: to, combine: back })
+    }
+
+    /// Rows that this rank has forwarded to others of its node in a dispatch that is done.
+    fn forwarded(&self, handle: &DeviceHandle) -> Result<u64> {
+        let inner = &self.0;
+        let (shape, parts) = (&inner.shape, inner.shape.handle(crate::handles::layout_of(handle.layout())));
+        let read = |part: u64, len: usize| {
+            let mut bytes = vec![0; len];
+            inner.launches.reader().read(handle.0.address + part, &mut bytes).map(|()| bytes)
+        };
+        let tokens = read(parts.tokens, 4 * shape.ranks as usize)?;
+        let tokens: Vec<u32> = tokens.as_chunks::<4>().0.iter().map(|bytes| u32::from_le_bytes(*bytes)).collect();
+        let most = shape.max_tokens as usize;
+        let masks = read(parts.sent_rows, 8 * shape.columns() as usize * most)?;
+        let masks: Vec<u64> = masks.as_chunks::<8>().0.iter().map(|bytes| u64::from_le_bytes(*bytes)).collect();
+        let node = shape.tuning().node;
+        let sources = (1..=shape.columns()).map(|number| (inner.me + number * node) % shape.ranks);
+        Ok(forwarded(sources.map(|source| tokens[source as usize] as usize), &masks, most, inner.me % node))
     }
 
     /// The routing of a dispatch that is done, from its handle.
@@ -78,7 +99,11 @@ impl DeviceBuffer {
             }
             Layout::Expert | Layout::Rank => {
                 let (topk, local) = (inner.config.topk, inner.config.local_experts());
-                Ok(Routing::of_experts(&numbers(parts.sent, topk)?, topk, local, ranks))
+                let sent_to = |rank: usize| {
+                    let passed = inner.shape.gateways(inner.me, rank as u32);
+                    passed.map_or(rank, |[theirs, _]| theirs as usize)
+                };
+                Ok(Routing::of_experts(&numbers(parts.sent, topk)?, topk, local, ranks, sent_to))
             }
         }
     }
@@ -91,19 +116,38 @@ struct Routing {
     selections: u64,
     /// Selections by rank; empty in the rank layout, which sends a token to a rank once.
     each: Vec<u64>,
-    /// Tokens sent to each rank.
+    /// Tokens sent to each rank; once per node, to ranks of other nodes by the rank of equal number.
     once: Vec<u64>,
+    /// Rows of others that this rank forwards.
+    forwarded: u64,
+}
+
+/// Rows that rank `me` of its node has forwarded to others: of each source its tokens, and for each of `most` the ranks that
+/// have it, as bits in the low half.
+fn forwarded(tokens: impl Iterator<Item = usize>, masks: &[u64], most: usize, me: u32) -> u64 {
+    let of_source = |(tokens, masks): (usize, &[u64])| -> u64 {
+        masks.iter().take(tokens).map(|mask| u64::from((*mask as u32 & !(1 << me)).count_ones())).sum()
+    };
+    tokens.zip(masks.chunks(most.max(1))).map(of_source).sum()
 }
 
 impl Routing {
     /// From each token's experts, `local` of them per rank; -1 as u32 for none.
-    fn of_experts(experts: &[u32], topk: usize, local: usize, ranks: usize) -> Routing {
-        let mut routing = Routing { selections: 0, each: vec![0; ranks], once: vec![0; ranks] };
+    /// `sent_to`: the rank to which rows for a rank are sent.
+    fn of_experts(
+        experts: &[u32],
+        topk: usize,
+        local: usize,
+        ranks: usize,
+        sent_to: impl Fn(usize) -> usize,
+    ) -> Routing {
+        let mut routing = Routing { selections: 0, each: vec![0; ranks], once: vec![0; ranks], forwarded: 0 };
         for token in experts.chunks_exact(topk) {
             let mut met = vec![false; ranks];
             for rank in token.iter().map(|expert| *expert as usize / local).filter(|rank| *rank < ranks) {
                 routing.selections += 1;
                 routing.each[rank] += 1;
+                let rank = sent_to(rank);
                 routing.once[rank] += u64::from(!std::mem::replace(&mut met[rank], true));
             }
         }
@@ -118,7 +162,7 @@ impl Routing {
                 *count += u64::from(*row != EP_NOWHERE);
             }
         }
-        Routing { selections, each: Vec::new(), once }
+        Routing { selections, each: Vec::new(), once, forwarded: 0 }
     }
 
     /// Bytes for rows of `row` bytes: one per selection, or (`once`) one per rank of a token.
@@ -128,6 +172,7 @@ impl Routing {
             bytes.wire += if matches!(reach, Reach::Mapped | Reach::Far) { row * rows } else { 0 };
             bytes.network += if *reach == Reach::Far { row * rows } else { 0 };
         }
+        bytes.wire += row * self.forwarded;
         bytes
     }
 }
@@ -141,9 +186,22 @@ mod tests {
     #[test]
     fn rows_are_counted_once_for_each_rank_and_by_how_it_is_reached() {
         let experts = [0, 1, 2, 4, 5, -1, 6, 7, -1, -1, -1, -1].map(|expert: i32| expert as u32);
-        let routing = Routing::of_experts(&experts, 6, 2, 4);
+        let routing = Routing::of_experts(&experts, 6, 2, 4, |rank| rank);
         assert_eq!(routing.bytes(&REACH, 10, true), Bytes { logical: 70, wire: 20, network: 10 });
         assert_eq!(routing.bytes(&REACH, 10, false), Bytes { logical: 70, wire: 30, network: 20 });
+    }
+
+    #[test]
+    fn rows_go_once_to_each_node_and_are_forwarded_there() {
+        let reach = [Reach::Own, Reach::Mapped, Reach::Far, Reach::Far];
+        let experts = [0, 2, 4, 5, 6, 7].map(|expert: i32| expert as u32);
+        let mut routing = Routing::of_experts(&experts, 6, 2, 4, |rank| if rank < 2 { rank } else { 2 });
+        assert_eq!(routing.bytes(&reach, 10, true), Bytes { logical: 60, wire: 20, network: 10 });
+        // Of two sources; the second has one token, and what lies behind it is of an earlier dispatch.
+        let masks = [0b11, 0b10 | 3 << 32, 0b01, 0b11];
+        routing.forwarded = forwarded([2, 1].into_iter(), &masks, 2, 0);
+        assert_eq!(routing.forwarded, 2);
+        assert_eq!(routing.bytes(&reach, 10, true), Bytes { logical: 60, wire: 40, network: 10 });
     }
 
     #[test]

@@ -78,6 +78,8 @@ pub struct Parameters {
     regions: u32,
     /// Ranks on other nodes may connect to a buffer in GPU memory, whose heap then has room for it.
     between_nodes: bool,
+    /// Ranks of each node if rows go once to each node; 0: once to each rank.
+    node_ranks: u32,
 }
 
 impl Parameters {
@@ -99,12 +101,18 @@ impl Parameters {
             device: "cpu".to_owned(),
             regions: 0,
             between_nodes: false,
+            node_ranks: 0,
         }
     }
 
     /// The same for a buffer in GPU memory with this many regions for results of the rank layout.
     pub fn on_gpu(self, regions: u32, between_nodes: bool) -> Parameters {
         Parameters { device: "cuda".to_owned(), regions, between_nodes, ..self }
+    }
+
+    /// The same where rows go once to each node of so many ranks; 0: once to each rank.
+    pub fn once_per(self, node_ranks: u32) -> Parameters {
+        Parameters { node_ranks, ..self }
     }
 
     /// The maximum number of ranks.
@@ -134,6 +142,7 @@ impl Parameters {
             ("device", self.device.clone(), theirs.device.clone()),
             ("regions", format!("{:?}", self.regions), format!("{:?}", theirs.regions)),
             ("between_nodes", format!("{:?}", self.between_nodes), format!("{:?}", theirs.between_nodes)),
+            ("node_ranks of send=\"node\"", format!("{:?}", self.node_ranks), format!("{:?}", theirs.node_ranks)),
         ];
         match rows.into_iter().find(|(_, here, there)| here != there) {
             None => Ok(()),

@@ -186,7 +186,10 @@ impl EpKernels {
             (EP_WIRE_LOGFMT10, Some(coded)) => &coded.logfmt10,
             (EP_WIRE_FP8, Some(coded)) => &coded.fp8,
             (EP_WIRE_LOGFMT10 | EP_WIRE_FP8, None) => {
-                let detail = format!("coded rows need blocks of 128 elements, and hidden is {}", self.shape.hidden);
+                let detail = match self.shape.tuning().node {
+                    0 => format!("coded rows need blocks of 128 elements, and hidden is {}", self.shape.hidden),
+                    _ => "rows that go once to each node return as bf16".to_owned(),
+                };
                 return Err(Error::new(ErrorKind::Usage, "combine", detail));
             }
             (wire, _) => return Err(Error::new(ErrorKind::Usage, "combine", format!("unknown wire format {wire}"))),

@@ -230,6 +230,19 @@ impl Shape {
         slots * (heap.back_slot + heap.back_flags_slot)
     }
 
+    /// The ranks that what `me` and `rank` send each other passes, if rows go once to each node: on the node of `rank`, and on
+    /// that of `me`. `None` for ranks of one node.
+    pub fn gateways(&self, me: u32, rank: u32) -> Option<[u32; 2]> {
+        let node = self.tuning.node;
+        let (mine, theirs) = (me.checked_div(node)?, rank.checked_div(node)?);
+        (mine != theirs).then(|| [theirs * node + me % node, mine * node + rank % node])
+    }
+
+    /// Ranks that have pinned inboxes here, in place of inboxes in the heap.
+    pub fn far_ranks(&self) -> u32 {
+        if self.tuning.node > 0 { self.columns() } else { self.ranks - self.tuning().inboxes }
+    }
+
     /// Ranks of other nodes that have this rank's number there; 0 if rows go once to each rank.
     pub fn columns(&self) -> u32 {
         self.ranks.checked_div(self.tuning.node).map_or(0, |nodes| nodes - 1)
@@ -679,6 +692,30 @@ mod tests {
         let (last_slot, last_token) = (2 - 1, 32 - 1);
         let flags = heap.back_flags + last_slot * heap.back_flags_slot + (last_token + 4) * 7 * 8;
         assert!(flags <= heap.inbox_stride, "{flags} of {}", heap.inbox_stride);
+    }
+
+    #[test]
+    fn rows_that_go_once_to_each_node_pass_the_ranks_of_equal_number() {
+        let tuning = Tuning { node: 4, ..Tuning::USUAL };
+        let shape = Shape { ranks: 12, experts: 288, tuning, ..DECODE };
+        shape.check().unwrap();
+        assert_eq!(shape.columns(), 2);
+        assert_eq!(shape.gateways(1, 3), None);
+        assert_eq!(shape.gateways(1, 6), Some([5, 2]));
+        assert_eq!(shape.gateways(1, 9), Some([9, 1]));
+        assert_eq!(Shape { tuning: Tuning::USUAL, ..shape }.gateways(1, 9), None);
+        let sum: u64 = shape.kinds().iter().map(|(_, bytes)| bytes).sum();
+        assert_eq!(sum, shape.heap_bytes());
+        for (wrong, text) in [
+            (Shape { ranks: 10, experts: 280, ..shape }, "10 ranks are no such nodes"),
+            (Shape { ranks: 4, ..shape }, "4 ranks are no such nodes"),
+            (Shape { prereduce: false, ..shape }, "in the expert layout alone, with prereduction"),
+            (Shape { rank_layout: true, regions: 1, ..shape }, "in the expert layout alone"),
+            (Shape { tuning: Tuning { inboxes: 4, ..tuning }, ..shape }, "an inbox for each rank"),
+        ] {
+            let error = wrong.check().unwrap_err();
+            assert!(error.kind == ErrorKind::Usage && error.detail.contains(text), "{error}");
+        }
     }
 
     #[test]
