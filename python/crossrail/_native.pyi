@@ -606,6 +606,8 @@ class DeviceBuffer:
         node: int | None,
         between_nodes: bool | None,
         variants: bool,
+        once_per_node: bool,
+        node_ranks: int | None,
     ) -> Self: ...
     def variant(self, parameters: BufferParameters) -> DeviceBuffer: ...
     @property

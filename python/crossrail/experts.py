@@ -121,6 +121,15 @@ class ExpertBuffer:
         GPU, rank layout: whether ranks may connect whose memory this GPU cannot map,
         as on other nodes; by default, whether the group has any. The same on all
         ranks.
+    send : {"rank", "node"}
+        GPU: how often a row crosses the network: once for each rank that has one of
+        its experts, or once for each node, where one rank forwards it over NVLink and
+        returns one sum. "node" is for the expert layout with `prereduce`, and for
+        combines in bf16; sums are rounded to bf16 once more, per node. The same on all
+        ranks.
+    node_ranks : int, optional
+        For ``send="node"``: ranks of each node, whose numbers are adjacent; those of
+        the group's nodes by default, for which all ranks must have joined.
     variants : bool
         GPU, expert layout: take as much memory as any `dispatch_dtype` and `topk`
         need, for `variant`.
@@ -174,6 +183,8 @@ class ExpertBuffer:
         node: int | None = None,
         between_nodes: bool | None = None,
         variants: bool = False,
+        send: Literal["rank", "node"] = "rank",
+        node_ranks: int | None = None,
     ) -> None:
         if not isinstance(group, Group):
             raise wrong("ExpertBuffer", f"group is {kind(group)}, not a crossrail.Group")
@@ -190,12 +201,17 @@ class ExpertBuffer:
         self._operations: HostOperations | DeviceOperations
         ordinal = device_ordinal(device)
         sms = None if num_sms is None else number("num_sms", num_sms)
+        if send not in ("rank", "node"):
+            raise wrong("ExpertBuffer", f"send is {send!r}, not 'rank' or 'node'")
+        if node_ranks is not None and send == "rank":
+            raise wrong("ExpertBuffer", "node_ranks is for send='node'")
         if ordinal is None:
             for option, value in (
                 ("num_sms", sms),
                 ("node", node),
                 ("between_nodes", between_nodes),
                 ("variants", variants or None),
+                ("send", None if send == "rank" else send),
             ):
                 if value is not None:
                     raise wrong("ExpertBuffer", f"{option} is for buffers on a GPU, and this one is on the host")
@@ -204,7 +220,9 @@ class ExpertBuffer:
         else:
             where = (ordinal, sms, number("regions", regions), None if node is None else number("node", node))
             far = None if between_nodes is None else bool(between_nodes)
-            on_gpu = _native.DeviceBuffer(group.context, group._native, name, parameters, *where, far, bool(variants))
+            per_node = None if node_ranks is None else number("node_ranks", node_ranks)
+            options = (*where, far, bool(variants), send == "node", per_node)
+            on_gpu = _native.DeviceBuffer(group.context, group._native, name, parameters, *options)
             self._buffer, self._operations = on_gpu, DeviceOperations(on_gpu, self._sizes, group.context)
         self._native: Any = self._buffer  # for the measuring loops
         self._ordinal = ordinal

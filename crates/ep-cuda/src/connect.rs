@@ -260,7 +260,8 @@ impl Inner {
         let refuse = |text: String| named(Error::new(ErrorKind::Unsupported, "connect", text));
         let node = self.shape.tuning().node;
         if node > 0 && rank / node == self.me / node {
-            let text = format!("this GPU cannot map its heap, as it must with rows that go once to each node of {node} ranks");
+            let text =
+                format!("this GPU cannot map its heap, as it must with rows that go once to each node of {node} ranks");
             return Err(refuse(text).with_hint("make the buffer with send=\"rank\" on all ranks"));
         }
         if self.shape.rank_layout && !self.shape.slotted() {

@@ -59,7 +59,7 @@ pub use crossrail_kernels::ep::{EpCombineArgs, EpCommon, EpDispatchArgs, EpLayou
 pub use enqueue::{Enqueued, Pending, RankDispatch, Split};
 pub use handles::DeviceHandle;
 pub use lease::RegionLease;
-pub use options::{DeviceOptions, Send};
+pub use options::{DeviceOptions, SendOnce};
 pub use regions::RegionView;
 pub use setup_timings::SetupTimings;
 pub use token_layout::TokenLayout;

@@ -263,7 +263,11 @@ impl State {
     pub(crate) fn missing(&self, me: u32, shape: &Shape) -> Vec<u32> {
         let is_out = |rank: u32| self.peer(rank).is_none_or(|peer| peer.masked);
         let ranks = 0..self.peers.len() as u32;
-        ranks.filter(|rank| is_out(*rank) || shape.gateways(me, *rank).is_some_and(|passed| passed.into_iter().any(is_out))).collect()
+        ranks
+            .filter(|rank| {
+                is_out(*rank) || shape.gateways(me, *rank).is_some_and(|passed| passed.into_iter().any(is_out))
+            })
+            .collect()
     }
 
     /// Counts of ranks by state, for the metrics page.

@@ -34,7 +34,7 @@ pub struct DeviceOptions {
     /// [`crate::DeviceBuffer::variant`] can be called. The same on all ranks.
     pub variants: bool,
     /// How often a row crosses the network. The same on all ranks.
-    pub send: Send,
+    pub send: SendOnce,
     /// Ranks, this one included, that write into the heap; others write into memory of the host. `None`: those that are on
     /// this node, or may be. Ranks may differ.
     pub inboxes: Option<u32>,
@@ -49,7 +49,7 @@ impl Default for DeviceOptions {
             node: None,
             between_nodes: None,
             variants: false,
-            send: Send::Rank,
+            send: SendOnce::PerRank,
             inboxes: None,
         }
     }
@@ -57,13 +57,13 @@ impl Default for DeviceOptions {
 
 /// How often a row crosses the network.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Send {
+pub enum SendOnce {
     /// Once for each rank that has one of its token's experts.
     #[default]
-    Rank,
+    PerRank,
     /// Once for each node, where one rank forwards it, and returns the node's sum. Expert layout with prereduction; coded
     /// combines are refused.
-    Node {
+    PerNode {
         /// Ranks of each node, which are adjacent; `None`: those of the group's nodes, all of whose ranks must have joined.
         ranks: Option<u32>,
     },
@@ -79,7 +79,7 @@ impl DeviceOptions {
     /// join, so that all ranks decide alike, and the heap reserves nothing for ranks of other nodes.
     pub(crate) fn resolved(self, config: &Config, group: &Group) -> Result<DeviceOptions> {
         let shape = shape(config, &self)?;
-        if let Send::Node { ranks } = self.send {
+        if let SendOnce::PerNode { ranks } = self.send {
             return self.once_per_node(config, group, ranks);
         }
         let known = self.node.is_some() || !config.share_node;
@@ -120,24 +120,24 @@ impl DeviceOptions {
             }
         };
         if size == config.ranks {
-            let options = DeviceOptions { send: Send::Rank, ..self };
+            let options = DeviceOptions { send: SendOnce::PerRank, ..self };
             return Ok(options.of_ranks(config.ranks, 0, false));
         }
-        let send = Send::Node { ranks: Some(size) };
+        let send = SendOnce::PerNode { ranks: Some(size) };
         Ok(DeviceOptions { send, between_nodes: Some(true), inboxes: Some(config.ranks), ..self })
     }
 
     /// Ranks of each node if rows go once to each node; else 0. Of resolved options.
     pub(crate) fn node_ranks(&self) -> u32 {
         match self.send {
-            Send::Rank => 0,
-            Send::Node { ranks } => ranks.unwrap_or(0),
+            SendOnce::PerRank => 0,
+            SendOnce::PerNode { ranks } => ranks.unwrap_or(0),
         }
     }
 
     /// These options for a group of which `apart` ranks are on other nodes, or `several` nodes take part anyway.
     fn of_ranks(self, ranks: u32, apart: u32, several: bool) -> DeviceOptions {
-        if let Send::Node { ranks: Some(node) } = self.send
+        if let SendOnce::PerNode { ranks: Some(node) } = self.send
             && node < ranks
         {
             return DeviceOptions { between_nodes: Some(true), inboxes: Some(ranks), ..self };
@@ -175,7 +175,8 @@ impl DeviceOptions {
 fn size_of_nodes(nodes: &[&str]) -> Result<u32> {
     let first = nodes.iter().take_while(|node| **node == nodes[0]).count().max(1);
     let firsts: Vec<&str> = nodes.iter().step_by(first).copied().collect();
-    let even = nodes.len().is_multiple_of(first) && nodes.chunks(first).all(|node| node.iter().all(|one| *one == node[0]));
+    let even =
+        nodes.len().is_multiple_of(first) && nodes.chunks(first).all(|node| node.iter().all(|one| *one == node[0]));
     let distinct = firsts.iter().enumerate().all(|(at, node)| !firsts[..at].contains(node));
     if even && distinct {
         return Ok(first as u32);
@@ -296,7 +297,9 @@ mod tests {
         assert_eq!(size_of_nodes(&["a", "a", "b", "b", "c", "c"]).unwrap(), 2);
         assert_eq!(size_of_nodes(&["a", "a", "a"]).unwrap(), 3);
         assert_eq!(size_of_nodes(&["a", "b", "c"]).unwrap(), 1);
-        for nodes in [&["a", "a", "b"][..], &["a", "b", "a", "b"], &["a", "a", "b", "c"], &["a", "a", "b", "b", "a", "a"]] {
+        for nodes in
+            [&["a", "a", "b"][..], &["a", "b", "a", "b"], &["a", "a", "b", "c"], &["a", "a", "b", "b", "a", "a"]]
+        {
             let error = size_of_nodes(nodes).unwrap_err();
             assert!(error.kind == ErrorKind::Usage && error.detail.contains("adjacent"), "{nodes:?}: {error}");
         }
@@ -317,7 +320,7 @@ mod tests {
             timeout: Duration::from_secs(1),
             on_loss: crossrail_ep::OnLoss::Raise,
         };
-        let options = DeviceOptions { send: Send::Node { ranks: Some(8) }, ..DeviceOptions::default() };
+        let options = DeviceOptions { send: SendOnce::PerNode { ranks: Some(8) }, ..DeviceOptions::default() };
         let options = options.of_ranks(16, 8, true);
         let shape = shape(&config, &options).unwrap();
         assert_eq!((shape.tuning().node, shape.tuning().inboxes, shape.far_ranks()), (8, 16, 1));

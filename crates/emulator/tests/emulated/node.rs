@@ -78,6 +78,54 @@ fn four_nodes_of_eight_ranks() {
     far.no_faults();
 }
 
+/// With one warp to a block that dispatches, and two that combine; with a ring of eight commands; and where words that no kernel
+/// waits for arrive when their slots could be in use again.
+#[test]
+fn few_warps_short_rings_and_slow_words() {
+    let tuning = Tuning { threads: 32, back_threads: 64, ..nodes(2, 2).tuning };
+    let Some(mut narrow) = far(Shape { hidden: 256, tuning, ..nodes(2, 2) }) else { return };
+    expert_rounds(&mut narrow, 570..573, Coding::Bf16);
+    let build = Build::new(&EXPERT);
+    let build = build.broken("layout/ep.cuh", "constexpr u32 EP_COMMANDS = 4096;", "constexpr u32 EP_COMMANDS = 8;");
+    let Some(mut short) = far_of(&build, Shape { hidden: 256, ..nodes(2, 2) }) else { return };
+    expert_rounds(&mut short, 573..575, Coding::Bf16);
+    let Some(mut slow) = far(Shape { hidden: 128, max_tokens: 3, ..nodes(3, 2) }) else { return };
+    slow.slow = 400_000;
+    expert_rounds(&mut slow, 575..577, Coding::Bf16);
+}
+
+/// A rank that masks a far one, which its gateway does not mask, returns nothing for it and declines: its gateway does not wait
+/// for it, returns sums without it, and the far rank names it.
+fn declines(build: &Build) -> Result<(), String> {
+    let shape = Shape { hidden: 256, ..nodes(3, 2) };
+    let Some(mut far) = far_of(build, shape) else { return Err("no compiler".into()) };
+    far.job.limit_ns = 1_000_000_000;
+    let (gateway, near, source) = (2, 3, 0);
+    let mut numbers = Numbers(580);
+    let routing = Routing::of(&mut numbers, &shape, &[5, 4, 5, 3, 5, 4], Choice::Even);
+    let operation = ByExpert::new(&mut far.job, &mut numbers, routing, Weights::Dispatch);
+    operation.dispatch(&mut far.job, 2, BOTH);
+    far.run(580)?;
+    far.job.mask(near, source);
+    operation.combine(&mut far.job, 2, BOTH);
+    far.run(581)?;
+    let masked = [gateway, source].map(|rank| far.job.masked(rank));
+    let lacking = operation.check_combine_without(&far.job, source, near)?;
+    let mut others = 0;
+    for rank in [1, 2, 4, 5] {
+        others += operation.check_combine_without(&far.job, rank, near)?;
+    }
+    if masked == [vec![], vec![near]] && lacking > 0 && others == 0 {
+        return Ok(());
+    }
+    Err(format!("{masked:?} masked, {lacking} and {others} lacking: {}", far.job.fault_text()))
+}
+
+#[test]
+fn a_rank_that_declines_is_not_waited_for() {
+    declines(&Build::new(&EXPERT)).unwrap();
+}
+
 /// What proxies carry, and the rows that gateways forward, are to the byte what is counted from the routing, once per node
 /// and once per rank.
 #[test]
@@ -101,7 +149,8 @@ fn bytes_of_each_link_are_those_of_the_routing() {
         assert!(2 * network < each.total().network, "{network} of {}", each.total().network);
         let row = u64::from(shape.row_bytes() + shape.scale_bytes());
         assert_eq!(far.carried(), [network * row, network * 2 * u64::from(shape.hidden)], "{payload:?}");
-        let received: Vec<u64> = (0..8).map(|rank| far.job.pieces_from_others(rank) / u64::from(shape.pieces())).collect();
+        let received: Vec<u64> =
+            (0..8).map(|rank| far.job.pieces_from_others(rank) / u64::from(shape.pieces())).collect();
         assert_eq!(received, once.received.iter().map(|rows| rows.near).collect::<Vec<u64>>());
     }
 }
@@ -208,7 +257,11 @@ fn a_gateway_whose_proxy_is_killed_leaves_no_wrong_sum() {
             let named: Vec<u32> = far.job.faults(rank).iter().map(|(whom, _)| *whom).collect();
             assert!(named.iter().all(|whom| *whom == 3), "cut {cut}, rank {rank}: {named:?}; {}", far.job.fault_text());
         }
-        assert_eq!(operation.check_combine(&far.job).map_err(|_| ()).is_ok(), far.job.masked(1).is_empty(), "cut {cut}");
+        assert_eq!(
+            operation.check_combine(&far.job).map_err(|_| ()).is_ok(),
+            far.job.masked(1).is_empty(),
+            "cut {cut}"
+        );
         let found = operation.check_combine_lacking(&far.job, 1, &[2, 3]);
         let found = found.unwrap_or_else(|what| panic!("cut {cut}: {what}; {}", far.job.fault_text()));
         assert!(found == 0 || far.job.masked(1) == [3], "cut {cut}");
@@ -232,7 +285,11 @@ fn gateways_that_are_wrong_are_caught() {
         // The expert's number within the node, not at its rank.
         ("kernels/ep_forward.cuh", "there ? expert % LOCAL + 1 : 0", "there ? expert + 1 : 0"),
         // Of a launch that only receives, the epoch of the next one.
-        ("kernels/ep_start.cuh", "return NODE && !(c.phases & EP_SEND) ? start.received : start.sent;", "return start.sent + !(c.phases & EP_SEND);"),
+        (
+            "kernels/ep_start.cuh",
+            "return NODE && !(c.phases & EP_SEND) ? start.received : start.sent;",
+            "return start.sent + !(c.phases & EP_SEND);",
+        ),
     ];
     for (path, from, to) in rounds {
         let build = Build::new(&EXPERT).broken(path, from, to);
@@ -248,7 +305,11 @@ fn gateways_that_are_wrong_are_caught() {
     }
     let losses = [
         // Sums that lack a rank are returned as whole ones.
-        ("kernels/ep_relay.cuh", "u32 kind = missing ? EP_COMMAND_BACK_LESS : EP_COMMAND_BACK;", "u32 kind = EP_COMMAND_BACK;"),
+        (
+            "kernels/ep_relay.cuh",
+            "u32 kind = missing ? EP_COMMAND_BACK_LESS : EP_COMMAND_BACK;",
+            "u32 kind = EP_COMMAND_BACK;",
+        ),
         // Who is missing is not read.
         ("kernels/ep_relay.cuh", "if (valid && (ld_relaxed_sys_u64(flag) & LESS))", "if (false)"),
     ];
@@ -256,4 +317,7 @@ fn gateways_that_are_wrong_are_caught() {
         let build = Build::new(&EXPERT).broken(path, from, to);
         assert!(lost_before_combine(&build, 3, 560).is_err(), "{path}: {to:?} does no harm");
     }
+    // A rank that returns nothing does not say so.
+    let build = Build::new(&EXPERT).broken("kernels/ep_combine.cuh", "        decline(c, start, lane);\n", "");
+    assert!(declines(&build).is_err(), "nobody waits for a rank that returns nothing");
 }

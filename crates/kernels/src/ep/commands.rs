@@ -4,9 +4,9 @@
 use std::fmt;
 
 use super::{
-    EP_COMMAND_BACK, EP_COMMAND_BACK_LESS, EP_COMMAND_ROWS_BF16, EP_COMMAND_ROWS_FP8, EP_COMMAND_ROWS_UE8M0, EP_COMMAND_TABLE,
-    EP_COMMAND_TAKEN, EP_COMMAND_WEIGHTS, EP_COMMAND_WORD, EP_COMMANDS, EP_LAPS, EP_LINE, EP_WORD_COMBINE_TAKEN,
-    EP_WORD_DISPATCH_TAKEN, EpHeap, Payload, Scale, Shape,
+    EP_COMMAND_BACK, EP_COMMAND_BACK_LESS, EP_COMMAND_ROWS_BF16, EP_COMMAND_ROWS_FP8, EP_COMMAND_ROWS_UE8M0,
+    EP_COMMAND_TABLE, EP_COMMAND_TAKEN, EP_COMMAND_WEIGHTS, EP_COMMAND_WORD, EP_COMMANDS, EP_LAPS, EP_LINE,
+    EP_WORD_COMBINE_TAKEN, EP_WORD_DISPATCH_TAKEN, EpHeap, Payload, Scale, Shape,
 };
 
 /// Set in the flags of returned rows that lack ranks, as in ep_common.cuh.
@@ -239,7 +239,11 @@ impl Inbox {
             if slot != last / slots || end >= flags_apart / 8 {
                 return Err(Invalid(*command));
             }
-            Ok(Announce::Flags { at: flags + slot * flags_apart + begin * 8, count: end + 1 - begin, value: epoch | lacking })
+            Ok(Announce::Flags {
+                at: flags + slot * flags_apart + begin * 8,
+                count: end + 1 - begin,
+                value: epoch | lacking,
+            })
         };
         let tags = |from: u64, to: u64| {
             within(from, to)?;
@@ -394,6 +398,11 @@ mod tests {
             let count = u64::div_ceil(len, 2048);
             let announced = inbox.announce(&range(EP_COMMAND_BACK, at, len), 6).unwrap();
             assert_eq!(announced, Announce::Flags { at: flag, count, value: 6 });
+            // The same, of a node that lacks ranks.
+            let less = range(EP_COMMAND_BACK_LESS, at, len);
+            assert_eq!((less.sequence(), less.is_rows(), less.len()), (Sequence::Combine, true, len));
+            let announced = inbox.announce(&less, 6).unwrap();
+            assert_eq!(announced, Announce::Flags { at: flag, count, value: 6 | 1 << 63 });
         }
     }
 

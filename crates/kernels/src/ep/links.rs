@@ -60,10 +60,9 @@ impl LinkRows {
 
     /// Rows of all ranks.
     pub fn total(&self) -> Rows {
-        self.sent.iter().fold(Rows::default(), |sum, one| Rows {
-            near: sum.near + one.near,
-            network: sum.network + one.network,
-        })
+        self.sent
+            .iter()
+            .fold(Rows::default(), |sum, one| Rows { near: sum.near + one.near, network: sum.network + one.network })
     }
 }
 
@@ -80,11 +79,10 @@ mod tests {
         let mut once = LinkRows::new(12, 4, true);
         once.add(0, homes);
         // Rank 4 is its gateway and has an expert itself; rank 8 has none.
-        assert_eq!((once.sent[0], once.sent[4], once.sent[8]), (
-            Rows { near: 1, network: 2 },
-            Rows { near: 2, network: 0 },
-            Rows { near: 1, network: 0 }
-        ));
+        assert_eq!(
+            (once.sent[0], once.sent[4], once.sent[8]),
+            (Rows { near: 1, network: 2 }, Rows { near: 2, network: 0 }, Rows { near: 1, network: 0 })
+        );
         assert_eq!((once.received[8], once.received[9]), (Rows { near: 0, network: 1 }, Rows { near: 1, network: 0 }));
     }
 
@@ -103,9 +101,8 @@ mod tests {
             tokens += 1;
         }
         let choose = |from: u32, of: u32| (0..of).fold(1.0, |ways, k| ways * f64::from(from - k) / f64::from(k + 1));
-        let reached = |units: u32| {
-            f64::from(units) * (1.0 - choose(experts - experts / units, topk) / choose(experts, topk))
-        };
+        let reached =
+            |units: u32| f64::from(units) * (1.0 - choose(experts - experts / units, topk) / choose(experts, topk));
         let near = f64::from(tokens * nodes * (node - 1)) * reached(ranks) / f64::from(ranks);
         let network = f64::from(tokens * (nodes - 1)) * reached(nodes) / f64::from(nodes);
         for one in &rows.sent {

@@ -212,7 +212,9 @@ impl Shape {
             return Ok(());
         }
         if node > LANES || !ranks.is_multiple_of(node) || !(2..=LANES + 1).contains(&(ranks / node)) {
-            return wrong(format!("rows go once to each node of {node} ranks at most of 32, and {ranks} ranks are no such nodes"));
+            return wrong(format!(
+                "rows go once to each node of {node} ranks at most of 32, and {ranks} ranks are no such nodes"
+            ));
         }
         if !self.expert_layout || self.rank_layout || !self.prereduce {
             return wrong("rows go once to each node in the expert layout alone, with prereduction".into());

@@ -170,13 +170,16 @@ impl DeviceBuffer {
         node: Option<u32>,
         between_nodes: Option<bool>,
         variants: bool,
+        once_per_node: bool,
+        node_ranks: Option<u32>,
     ) -> PyResult<DeviceBuffer> {
         let _call = Call::enter(py);
         let config = parameters.config(py)?;
         let (context, group) = (context.get().native().clone(), group.get().native().clone());
         let patience = config.timeout.saturating_mul(2) + context.settings().timeout;
+        let send = if once_per_node { ep::SendOnce::PerNode { ranks: node_ranks } } else { ep::SendOnce::PerRank };
         let options =
-            ep::DeviceOptions { ordinal, num_sms, regions, node, between_nodes, variants, ..Default::default() };
+            ep::DeviceOptions { ordinal, num_sms, regions, node, between_nodes, variants, send, ..Default::default() };
         let make = move || ep::DeviceBuffer::new(&group, &context, &name, config, options);
         let native = wait::on_own_thread(py, make)?;
         let remembered = lifecycle::remember_device_buffer(&native);
