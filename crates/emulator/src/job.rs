@@ -390,7 +390,7 @@ impl<M: GpuMemory> ByExpert<M> {
         self.check_combine_lacking(job, rank, &[gone])
     }
 
-    /// The same of several ranks, whose parts are there or lacking together.
+    /// As `check_combine_without` for several ranks, whose parts are there or lacking together.
     pub fn check_combine_lacking<G: Gpus<Memory = M>>(
         &self,
         job: &Job<G>,

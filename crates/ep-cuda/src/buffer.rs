@@ -11,7 +11,7 @@ use crossrail_cuda::{Capture, Entered};
 use crossrail_ep::hello::Parameters;
 use crossrail_ep::meeting::{Meeting, random_id};
 use crossrail_ep::{Config, Fault, Link, Plan};
-use crossrail_kernels::ep::{Epochs, Shape};
+use crossrail_kernels::ep::{Epochs, Shape, nodes_of};
 use crossrail_locks::Mutex;
 use crossrail_types::{Error, ErrorKind, Result};
 
@@ -62,7 +62,7 @@ impl DeviceBuffer {
         let me = group.rank();
         config.check_rank(me)?;
         let cuda = options::context(options.ordinal)?;
-        let far = shape.far_ranks();
+        let far = nodes_of(&shape).far(shape.tuning().inboxes);
         options::plan(&config, &options, far, Ok(options::free(&cuda)?))?.check()?;
         let id = random_id()?;
         let room = options::room(&shape, &options);
@@ -216,7 +216,7 @@ impl DeviceBuffer {
 
     /// Ranks without a part in the operations that are done, ascending: not connected, masked or lost.
     pub fn missing(&self) -> Vec<u32> {
-        self.0.current().missing(self.0.me, &self.0.shape)
+        self.0.current().missing(self.0.me, nodes_of(&self.0.shape))
     }
 
     /// Ranks lost so far, in order. When an operation has completed without a rank, that rank is listed; a rank that

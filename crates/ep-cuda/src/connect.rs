@@ -7,7 +7,7 @@ use std::sync::Arc;
 use crossrail::{Endpoint, Mapped, Shared};
 use crossrail_ep::hello::Hello;
 use crossrail_ep::meeting::{self, CLOSE_TIMEOUT, Connection, Greeted};
-use crossrail_kernels::ep::{Epochs, Inbox, MOST_INBOX};
+use crossrail_kernels::ep::{Epochs, Inbox, MOST_INBOX, nodes_of};
 use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::inner::Inner;
@@ -176,7 +176,7 @@ impl Inner {
     fn hello(&self, connection: &Connection, epochs: Epochs) -> Result<Hello> {
         let stale = self.membership.lock().mark_stale(connection.rank);
         let near = connection.is_shared();
-        let gateways = self.shape.gateways(self.me, connection.rank);
+        let gateways = nodes_of(&self.shape).gateways(self.me, connection.rank);
         let near = near && gateways.is_none();
         let inbox = if near { self.heap.take_inbox(connection.rank, stale)? } else { None };
         if stale && gateways.is_some() {
@@ -236,7 +236,7 @@ impl Inner {
 
     fn meet(&self, greeted: Greeted, deadline: Instant) -> Result<Met> {
         let Greeted { connection: Connection { rank, endpoint, .. }, received, sent } = greeted;
-        if let Some([theirs, _]) = self.shape.gateways(self.me, rank)
+        if let Some([theirs, _]) = nodes_of(&self.shape).gateways(self.me, rank)
             && theirs != rank
         {
             return Ok(Met { rank, endpoint, path: MetPath::Through });

@@ -9,7 +9,7 @@ use std::sync::mpsc::Sender;
 use crossrail::{Endpoint, Request};
 use crossrail_ep::Fault;
 use crossrail_ep::meeting::Meeting;
-use crossrail_kernels::ep::{EpFault, Shape};
+use crossrail_kernels::ep::{EpFault, Nodes};
 use crossrail_locks::{Mutex, MutexGuard};
 use crossrail_types::{Error, ErrorKind, Result};
 
@@ -260,12 +260,12 @@ impl State {
     }
 
     /// Ranks that are not connected, or masked, ascending; and those that rank `me` reaches only through such a rank.
-    pub(crate) fn missing(&self, me: u32, shape: &Shape) -> Vec<u32> {
+    pub(crate) fn missing(&self, me: u32, nodes: Nodes) -> Vec<u32> {
         let is_out = |rank: u32| self.peer(rank).is_none_or(|peer| peer.masked);
         let ranks = 0..self.peers.len() as u32;
         ranks
             .filter(|rank| {
-                is_out(*rank) || shape.gateways(me, *rank).is_some_and(|passed| passed.into_iter().any(is_out))
+                is_out(*rank) || nodes.gateways(me, *rank).is_some_and(|passed| passed.into_iter().any(is_out))
             })
             .collect()
     }

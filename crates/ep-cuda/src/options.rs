@@ -33,7 +33,7 @@ pub struct DeviceOptions {
     /// Lay the heap out for every payload and number of experts per token, so that
     /// [`crate::DeviceBuffer::variant`] can be called. The same on all ranks.
     pub variants: bool,
-    /// How often a row crosses the network. The same on all ranks.
+    /// Number of times that a row crosses the network. Equal on all ranks.
     pub send: SendOnce,
     /// Ranks, this one included, that write into the heap; others write into memory of the host. `None`: those that are on
     /// this node, or may be. Ranks may differ.
@@ -55,7 +55,7 @@ impl Default for DeviceOptions {
     }
 }
 
-/// How often a row crosses the network.
+/// Number of times that a row crosses the network.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SendOnce {
     /// Once for each rank that has one of its token's experts.
@@ -323,10 +323,10 @@ mod tests {
         let options = DeviceOptions { send: SendOnce::PerNode { ranks: Some(8) }, ..DeviceOptions::default() };
         let options = options.of_ranks(16, 8, true);
         let shape = shape(&config, &options).unwrap();
-        assert_eq!((shape.tuning().node, shape.tuning().inboxes, shape.far_ranks()), (8, 16, 1));
+        assert_eq!((shape.tuning().node, shape.tuning().inboxes, kernels::nodes_of(&shape).far(16)), (8, 16, 1));
         let each = DeviceOptions::default().of_ranks(16, 8, true);
         let each = super::shape(&config, &each).unwrap();
-        assert_eq!((each.tuning().node, each.far_ranks()), (0, 8));
-        assert!(pinned(&shape, shape.far_ranks()) * 7 < pinned(&each, each.far_ranks()));
+        assert_eq!((each.tuning().node, kernels::nodes_of(&each).far(each.tuning().inboxes)), (0, 8));
+        assert!(pinned(&shape, 1) * 7 < pinned(&each, 8));
     }
 }

@@ -1,11 +1,12 @@
 //! Bytes that an operation moves, computed from its routing.
 
 use crossrail_ep::{Bytes, Layout};
-use crossrail_kernels::ep::{EP_NOWHERE, EpHandleHeader};
+use crossrail_kernels::ep::{EP_NOWHERE, EpHandleHeader, nodes_of};
 use crossrail_types::{Error, Result};
 
 use crate::buffer::DeviceBuffer;
 use crate::handles::DeviceHandle;
+use crate::inner::Inner;
 
 /// Bytes of rows and their scales that a dispatch and its combine move for one rank's tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -50,31 +51,13 @@ impl DeviceBuffer {
         };
         let mut routing = self.routing(handle)?;
         if inner.shape.tuning().node > 0 {
-            routing.forwarded = self.forwarded(handle)?;
+            routing.forwarded = forwarded_of(inner, handle)?;
         }
         let config = &inner.config;
         let row = (config.payload.row_bytes(config.hidden) + config.payload.scale_bytes(config.hidden)) as u64;
         let to = routing.bytes(&reach, row, true);
         let back = routing.bytes(&reach, 2 * config.hidden as u64, config.prereduce || handle.layout() == Layout::Rank);
         Ok(Traffic { dispatch: to, combine: back })
-    }
-
-    /// Rows that this rank has forwarded to others of its node in a dispatch that is done.
-    fn forwarded(&self, handle: &DeviceHandle) -> Result<u64> {
-        let inner = &self.0;
-        let (shape, parts) = (&inner.shape, inner.shape.handle(crate::handles::layout_of(handle.layout())));
-        let read = |part: u64, len: usize| {
-            let mut bytes = vec![0; len];
-            inner.launches.reader().read(handle.0.address + part, &mut bytes).map(|()| bytes)
-        };
-        let tokens = read(parts.tokens, 4 * shape.ranks as usize)?;
-        let tokens: Vec<u32> = tokens.as_chunks::<4>().0.iter().map(|bytes| u32::from_le_bytes(*bytes)).collect();
-        let most = shape.max_tokens as usize;
-        let masks = read(parts.sent_rows, 8 * shape.columns() as usize * most)?;
-        let masks: Vec<u64> = masks.as_chunks::<8>().0.iter().map(|bytes| u64::from_le_bytes(*bytes)).collect();
-        let node = shape.tuning().node;
-        let sources = (1..=shape.columns()).map(|number| (inner.me + number * node) % shape.ranks);
-        Ok(forwarded(sources.map(|source| tokens[source as usize] as usize), &masks, most, inner.me % node))
     }
 
     /// The routing of a dispatch that is done, from its handle.
@@ -100,13 +83,31 @@ impl DeviceBuffer {
             Layout::Expert | Layout::Rank => {
                 let (topk, local) = (inner.config.topk, inner.config.local_experts());
                 let sent_to = |rank: usize| {
-                    let passed = inner.shape.gateways(inner.me, rank as u32);
+                    let passed = nodes_of(&inner.shape).gateways(inner.me, rank as u32);
                     passed.map_or(rank, |[theirs, _]| theirs as usize)
                 };
                 Ok(Routing::of_experts(&numbers(parts.sent, topk)?, topk, local, ranks, sent_to))
             }
         }
     }
+}
+
+/// Rows that this rank has forwarded to others of its node in a dispatch that is done.
+fn forwarded_of(inner: &Inner, handle: &DeviceHandle) -> Result<u64> {
+    let (shape, parts) = (&inner.shape, inner.shape.handle(crate::handles::layout_of(handle.layout())));
+    let read = |part: u64, len: usize| {
+        let mut bytes = vec![0; len];
+        inner.launches.reader().read(handle.0.address + part, &mut bytes).map(|()| bytes)
+    };
+    let nodes = nodes_of(shape);
+    let tokens = read(parts.tokens, 4 * shape.ranks as usize)?;
+    let tokens: Vec<u32> = tokens.as_chunks::<4>().0.iter().map(|bytes| u32::from_le_bytes(*bytes)).collect();
+    let most = shape.max_tokens as usize;
+    let masks = read(parts.sent_rows, 8 * nodes.column() as usize * most)?;
+    let masks: Vec<u64> = masks.as_chunks::<8>().0.iter().map(|bytes| u64::from_le_bytes(*bytes)).collect();
+    let node = shape.tuning().node;
+    let sources = (1..=nodes.column()).map(|number| (inner.me + number * node) % shape.ranks);
+    Ok(forwarded(sources.map(|source| tokens[source as usize] as usize), &masks, most, inner.me % node))
 }
 
 /// Selections of a rank's tokens.
@@ -197,7 +198,7 @@ mod tests {
         let experts = [0, 2, 4, 5, 6, 7].map(|expert: i32| expert as u32);
         let mut routing = Routing::of_experts(&experts, 6, 2, 4, |rank| if rank < 2 { rank } else { 2 });
         assert_eq!(routing.bytes(&reach, 10, true), Bytes { logical: 60, wire: 20, network: 10 });
-        // Of two sources; the second has one token, and what lies behind it is of an earlier dispatch.
+        // Of two sources; the second has one token, and its second mask is of an earlier dispatch.
         let masks = [0b11, 0b10 | 3 << 32, 0b01, 0b11];
         routing.forwarded = forwarded([2, 1].into_iter(), &masks, 2, 0);
         assert_eq!(routing.forwarded, 2);

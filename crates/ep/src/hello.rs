@@ -110,7 +110,7 @@ impl Parameters {
         Parameters { device: "cuda".to_owned(), regions, between_nodes, ..self }
     }
 
-    /// The same where rows go once to each node of so many ranks; 0: once to each rank.
+    /// These parameters with rows that go once to each node of `node_ranks` ranks; 0: once to each rank.
     pub fn once_per(self, node_ranks: u32) -> Parameters {
         Parameters { node_ranks, ..self }
     }

@@ -126,8 +126,7 @@ fn a_rank_that_declines_is_not_waited_for() {
     declines(&Build::new(&EXPERT)).unwrap();
 }
 
-/// What proxies carry, and the rows that gateways forward, are to the byte what is counted from the routing, once per node
-/// and once per rank.
+/// Bytes of proxies, and rows of gateways, equal those counted from the routing.
 #[test]
 fn bytes_of_each_link_are_those_of_the_routing() {
     for payload in [Payload::Bf16, Payload::Fp8(Scale::F32)] {
@@ -317,7 +316,7 @@ fn gateways_that_are_wrong_are_caught() {
         let build = Build::new(&EXPERT).broken(path, from, to);
         assert!(lost_before_combine(&build, 3, 560).is_err(), "{path}: {to:?} does no harm");
     }
-    // A rank that returns nothing does not say so.
+    // A rank that returns nothing does not announce it.
     let build = Build::new(&EXPERT).broken("kernels/ep_combine.cuh", "        decline(c, start, lane);\n", "");
-    assert!(declines(&build).is_err(), "nobody waits for a rank that returns nothing");
+    assert!(declines(&build).is_err(), "no gateway waits for a rank that returns nothing");
 }

@@ -129,7 +129,7 @@ __device__ __forceinline__ u64 tagged(u64 epoch, u32 number) { return u64(tag_of
 
 __device__ __forceinline__ bool is_tagged(u64 word, u64 epoch) { return static_cast<u32>(word >> 32) == tag_of(epoch); }
 
-// Whether a rank is on another node, and rows for it go once to that node.
+// True for a rank on another node, if rows go once to that node.
 __device__ __forceinline__ bool is_elsewhere(const EpCommon &c, u32 rank) {
     return NODE && rank / NODE_RANKS != c.rank / NODE_RANKS;
 }
@@ -155,7 +155,7 @@ __device__ __forceinline__ u32 lost_word(u32 stage) {
     return EP_WORD_LOST + (stage == EP_STAGE_WEIGHTS || stage == EP_STAGE_BACK_ROW);
 }
 
-// Of the flag of a sum in the node area, whether the rank of this node that was to write it has declined to.
+// True for the flag of a sum in the node area if the rank of this node that was to write it has declined to.
 __device__ __forceinline__ bool has_declined(const EpCommon &c, u64 flag, u32 rank, u64 epoch) {
     u64 slots = u64(NODE_RANKS) * EP_DEPTH * COLUMN, area = c.base + c.heap.inboxes + EP_R * c.heap.inbox_stride;
     u64 first = area + slots * c.heap.back_slot, slot = (flag - first) / c.heap.back_flags_slot;
@@ -164,7 +164,7 @@ __device__ __forceinline__ bool has_declined(const EpCommon &c, u64 flag, u32 ra
     return is_tagged(seen, epoch) && (seen >> slot % COLUMN & 1);
 }
 
-// Whether a wait for a word of `rank` ends without it. What a gateway has lost is masked here, too.
+// True if a wait for a word of `rank` ends without it. A source that a gateway has lost is masked here, too.
 __device__ __forceinline__ bool is_out(const EpCommon &c, u64 word, u32 rank, u32 stage, u64 epoch) {
     if (is_masked(c, rank)) return true;
     if (stage == EP_STAGE_BACK_ROW && !is_elsewhere(c, rank)) return has_declined(c, word, rank, epoch);
@@ -182,14 +182,14 @@ __device__ __forceinline__ u64 limit_of(const EpCommon &c, u64 word, u32 rank, u
     return passes ? c.limit_ns + c.limit_ns / 4 : c.limit_ns;
 }
 
-// The rank that is masked at a timeout: the one that was to write the word.
+// The rank that is masked at a timeout: the writer of the word.
 __device__ __forceinline__ u32 writer_of(const EpCommon &c, u64 word, u32 rank) {
     u32 gateway = gateway_from(c, rank);
     return is_forwarded(c, word, rank) && gateway != c.rank ? gateway : rank;
 }
 #endif
 
-// Whether a word has reached a value.
+// True for a word that has reached a value.
 __device__ __forceinline__ bool has_reached(u64 seen, u64 value) { return (NODE ? seen & ~LESS : seen) >= value; }
 
 // The slow part of `await`.

@@ -17,7 +17,7 @@ constexpr u32 RECEIVES_FROM = WARPS == 1 || EP_RECEIVE_FROM > FORWARDERS ? EP_RE
 
 #if EP_NODE
 
-// Whether this rank may forward to a rank of its node. A launch that only receives follows one that has waited for slots.
+// True if this rank may forward to a rank of its node. A launch that only receives follows one that has waited for slots.
 __device__ __forceinline__ bool forwards_to(const EpCommon &c, const Start &start, u32 near) {
     return start.open >> near & 1 && (!(c.phases & EP_SEND) || (start.free >> near & 1));
 }
@@ -265,7 +265,7 @@ __device__ __forceinline__ void forward_rows(const EpDispatchArgs &args, Start &
     }
 }
 
-// What this rank forwards: words by the first block, before it plans; rows by the first warps of the others. All warps of a launch that receives; `stages`: of this warp.
+// This rank's share of forwarding: words by the first block, before it plans; rows by the first warps of the others. All warps of a launch that receives; `stages`: of this warp.
 __device__ __forceinline__ void forward(const EpDispatchArgs &args, Start &start, u8 *stages, Pending &pending, u32 warp,
                                         u32 lane) {
     u32 first = gridDim.x > 1;

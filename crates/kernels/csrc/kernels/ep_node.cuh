@@ -10,8 +10,6 @@
 
 static_assert(NODES * NODE_RANKS == EP_R && COLUMN >= 1 && COLUMN <= LANES && NODE_RANKS <= LANES && EP_PREREDUCE,
               "limits that the host checks");
-// The most ranks of a node that a token selects.
-constexpr u32 MOST_NEAR = EP_K < NODE_RANKS ? EP_K : NODE_RANKS;
 
 // A rank of this rank's column.
 __device__ __forceinline__ u32 column_rank(const EpCommon &c, u32 number) {
@@ -48,7 +46,7 @@ __device__ __forceinline__ void tell_lost(const EpCommon &c, const Start &start,
     __syncwarp();
 }
 
-// The node area of a heap, behind its inboxes: partial sums of the ranks of its node, for tokens of its column.
+// The node area of a heap, after its inboxes: partial sums of the ranks of its node, for tokens of its column.
 struct NodeArea {
     u64 rows;
     u64 flags;

@@ -55,7 +55,7 @@ __device__ __forceinline__ void decline(const EpCommon &c, const Start &start, u
     __syncwarp();
 }
 
-// Where a rank's sum for a token of another node goes: to its gateway's node area.
+// The node area that gets a rank's sum for a token of another node: its gateway's.
 __device__ __forceinline__ NodeArea area_for(const EpCommon &c, const Start &start, u32 source) {
     return NodeArea(c, start.via[gateway_from(c, source)], c.rank % NODE_RANKS, column_of(c, source), start.sent);
 }
@@ -127,7 +127,7 @@ struct Relays {
     }
 };
 
-// What other nodes return for a token, one row for each, and this node's own part.
+// Rows that other nodes return for a token, one for each.
 struct FromNodes {
     // Each lane's node and whether it has its term: the row of one of the token's nodes.
     u32 node;

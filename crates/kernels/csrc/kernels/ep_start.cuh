@@ -65,12 +65,12 @@ __device__ __forceinline__ u64 inbox_of(const EpCommon &c, const Start &start, u
     return start.from[rank];
 }
 
-// Whether what `rank` sends is received here, and this rank's sums return there: both pass the same gateway.
+// True if rows of `rank` are received here, and this rank's sums return there: both pass the same gateway.
 __device__ __forceinline__ bool hears(const EpCommon &c, const Start &start, u32 rank) {
     return start.open >> rank & (NODE ? start.open >> gateway_from(c, rank) & 1 : 1);
 }
 
-// Whether this rank writes to `rank`, and not only to ranks that forward what it sends.
+// True if this rank writes to `rank`, and not only to ranks that forward its rows.
 __device__ __forceinline__ bool has_link(const EpCommon &c, u32 rank) { return gateway_to(c, rank) == rank; }
 
 // Up to which epoch this rank's slots at `rank` were free when a kernel last looked. `word`: that of the sequence.

@@ -105,7 +105,7 @@ impl Shape {
         }
         if let Some(writer) = number.checked_rem(self.tuning.node) {
             // Flags of the sums that it leaves for others, if it is of this node.
-            let columns = u64::from(self.columns());
+            let columns = u64::from(super::nodes_of(self).column());
             let area = heap.inboxes + u64::from(self.ranks) * heap.inbox_stride;
             let rows = u64::from(self.tuning.node) * u64::from(EP_DEPTH) * columns * heap.back_slot;
             let len = u64::from(EP_DEPTH) * columns * heap.back_flags_slot;

@@ -10,6 +10,7 @@ mod epochs;
 mod launch;
 mod layout_kernel;
 mod links;
+mod nodes;
 mod rank;
 mod report;
 mod shape;
@@ -35,7 +36,9 @@ pub use launch::{
 };
 pub use layout_kernel::{LAYOUT, LayoutKernel};
 pub use links::{LinkRows, Rows};
+pub use nodes::Nodes;
 pub use report::stage_name;
 pub use shape::{
     Layout, MOST_HIDDEN, MOST_LOCAL_EXPERTS, MOST_RANKS, MOST_TOKENS, MOST_TOPK, Payload, Scale, Shape, Tuning,
+    nodes_of,
 };

@@ -4,7 +4,7 @@ use crossrail_types::{Error, ErrorKind, Result};
 
 use super::{
     EP_DEPTH, EP_LINE, EP_RANK_BLOCKS, EP_SENT_BITS, EpAnnounceHeader, EpHandle, EpHandleHeader, EpHeap, EpScan,
-    EpState,
+    EpState, Nodes,
 };
 
 /// Elements that share one scale in fp8 rows.
@@ -22,8 +22,6 @@ pub const MOST_TOKENS: u32 = 65535;
 /// A row's number in a handle, and beside it a position among a token's experts, are one word.
 const _: () =
     assert!((MOST_RANKS as u64 * MOST_TOKENS as u64) < 1 << EP_SENT_BITS && MOST_TOPK <= 1 << (32 - EP_SENT_BITS));
-/// Lanes of a warp.
-const LANES: u32 = 32;
 /// Elements that a warp takes at a time.
 const PIECE: u32 = 1024;
 /// Bytes of shared memory that the counts of a dispatch may take: what the most experts need, with 2 bytes for each.
@@ -200,54 +198,9 @@ impl Shape {
         if inboxes > self.ranks || (granted && inboxes < self.ranks) {
             return wrong(format!("{inboxes} inboxes are not those of {} ranks", self.ranks));
         }
-        self.check_node()?;
+        let alone = self.expert_layout && !self.rank_layout && self.prereduce;
+        nodes_of(self).check(alone, self.tuning().inboxes)?;
         self.check_tuning()
-    }
-
-    /// Rows that go once to each node.
-    fn check_node(&self) -> Result<()> {
-        let (node, ranks) = (self.tuning.node, self.ranks);
-        let wrong = |text: String| Err(Error::new(ErrorKind::Usage, "ExpertBuffer", text));
-        if node == 0 {
-            return Ok(());
-        }
-        if node > LANES || !ranks.is_multiple_of(node) || !(2..=LANES + 1).contains(&(ranks / node)) {
-            return wrong(format!(
-                "rows go once to each node of {node} ranks at most of 32, and {ranks} ranks are no such nodes"
-            ));
-        }
-        if !self.expert_layout || self.rank_layout || !self.prereduce {
-            return wrong("rows go once to each node in the expert layout alone, with prereduction".into());
-        }
-        if self.tuning().inboxes != ranks {
-            return wrong("rows that go once to each node need an inbox for each rank".into());
-        }
-        Ok(())
-    }
-
-    /// Bytes of the area behind the inboxes in which the ranks of this node leave sums for others: rows and flags, by writer,
-    /// parity, and node of the token's rank.
-    fn node_area(&self, heap: &EpHeap) -> u64 {
-        let slots = u64::from(self.tuning.node) * u64::from(EP_DEPTH) * u64::from(self.columns());
-        slots * (heap.back_slot + heap.back_flags_slot)
-    }
-
-    /// The ranks that what `me` and `rank` send each other passes, if rows go once to each node: on the node of `rank`, and on
-    /// that of `me`. `None` for ranks of one node.
-    pub fn gateways(&self, me: u32, rank: u32) -> Option<[u32; 2]> {
-        let node = self.tuning.node;
-        let (mine, theirs) = (me.checked_div(node)?, rank.checked_div(node)?);
-        (mine != theirs).then(|| [theirs * node + me % node, mine * node + rank % node])
-    }
-
-    /// Ranks that have pinned inboxes here, in place of inboxes in the heap.
-    pub fn far_ranks(&self) -> u32 {
-        if self.tuning.node > 0 { self.columns() } else { self.ranks - self.tuning().inboxes }
-    }
-
-    /// Ranks of other nodes that have this rank's number there; 0 if rows go once to each rank.
-    pub fn columns(&self) -> u32 {
-        self.ranks.checked_div(self.tuning.node).map_or(0, |nodes| nodes - 1)
     }
 
     fn check_tuning(&self) -> Result<()> {
@@ -449,7 +402,7 @@ impl Shape {
         heap.table_weights = line(most * topk * 8);
         heap.table_stride = 2 * heap.table_weights;
         heap.tables = lay.take(only(slots, depth * heap.table_stride));
-        // Behind the weights a word for each piece that lacks ranks.
+        // After the weights, a word for each piece that lacks ranks.
         let lacking = only(self.tuning.node > 0, most * pieces * 8);
         heap.back_weights_stride = line(most * topk * 8 + lacking);
         heap.back_weights = lay.take(only(slots, depth * heap.back_weights_stride));
@@ -475,7 +428,7 @@ impl Shape {
         heap.inbox_stride = lay.end_inboxes(heap.inboxes, inboxes);
         heap.guess_stride = only(inboxes == ranks, heap.inbox_stride);
         if self.tuning.node > 0 {
-            lay.take(self.node_area(&heap));
+            lay.take(nodes_of(self).area(&heap));
             lay.end("sums for other nodes", 1);
         }
         let rows = ranks * most;
@@ -519,7 +472,7 @@ impl Shape {
             routes: lay.take(expert(ranks * most * topk * 4) + slots(ranks * most * 4)),
             present: lay.take(expert(ranks * most) + slots(ranks * most)),
             weights: lay.take(expert(ranks * most * topk * 4)),
-            sent_rows: lay.take(rank(most * ranks * 4) + u64::from(self.columns()) * most * 8),
+            sent_rows: lay.take(rank(most * ranks * 4) + u64::from(nodes_of(self).column()) * most * 8),
             places: lay.take(rank(ranks * 4)),
             offsets: lay.take(rank((ranks + 1) * 4)),
             source: lay.take(rank(ranks * most * 4)),
@@ -589,6 +542,11 @@ impl Shape {
         let dispatch = self.start_shared() + plan.max(self.stages() * self.stages_shared());
         [dispatch, self.expert_shared()[1]]
     }
+}
+
+/// Nodes of the ranks that kernels of a shape are compiled for.
+pub fn nodes_of(shape: &Shape) -> Nodes {
+    Nodes::new(shape.ranks, shape.tuning.node)
 }
 
 /// Bytes of one stage of all warps of a block that combines.
@@ -694,30 +652,6 @@ mod tests {
         let (last_slot, last_token) = (2 - 1, 32 - 1);
         let flags = heap.back_flags + last_slot * heap.back_flags_slot + (last_token + 4) * 7 * 8;
         assert!(flags <= heap.inbox_stride, "{flags} of {}", heap.inbox_stride);
-    }
-
-    #[test]
-    fn rows_that_go_once_to_each_node_pass_the_ranks_of_equal_number() {
-        let tuning = Tuning { node: 4, ..Tuning::USUAL };
-        let shape = Shape { ranks: 12, experts: 288, tuning, ..DECODE };
-        shape.check().unwrap();
-        assert_eq!(shape.columns(), 2);
-        assert_eq!(shape.gateways(1, 3), None);
-        assert_eq!(shape.gateways(1, 6), Some([5, 2]));
-        assert_eq!(shape.gateways(1, 9), Some([9, 1]));
-        assert_eq!(Shape { tuning: Tuning::USUAL, ..shape }.gateways(1, 9), None);
-        let sum: u64 = shape.kinds().iter().map(|(_, bytes)| bytes).sum();
-        assert_eq!(sum, shape.heap_bytes());
-        for (wrong, text) in [
-            (Shape { ranks: 10, experts: 280, ..shape }, "10 ranks are no such nodes"),
-            (Shape { ranks: 4, ..shape }, "4 ranks are no such nodes"),
-            (Shape { prereduce: false, ..shape }, "in the expert layout alone, with prereduction"),
-            (Shape { rank_layout: true, regions: 1, ..shape }, "in the expert layout alone"),
-            (Shape { tuning: Tuning { inboxes: 4, ..tuning }, ..shape }, "an inbox for each rank"),
-        ] {
-            let error = wrong.check().unwrap_err();
-            assert!(error.kind == ErrorKind::Usage && error.detail.contains(text), "{error}");
-        }
     }
 
     #[test]
