@@ -150,7 +150,7 @@ struct Forward {
         u64 epoch = start.received, table = start.via[column_rank(c, number)] + c.heap.tables;
         table += parity_of(epoch) * c.heap.table_stride + u64(token) * EP_K * 8;
         u32 ranks = 0;
-        constexpr u32 AT_ONCE = EP_K < 8 ? EP_K : 8;
+        constexpr u32 AT_ONCE = EP_K < 2 ? EP_K : 2;
 #pragma unroll 1
         for (u32 first = 0; first < EP_K; first += AT_ONCE) {
             u64 seen[AT_ONCE];
@@ -189,7 +189,7 @@ struct Forward {
         u32 bytes = (elements * ELEMENT + elements / BLOCK * SCALE + 15) / 16 * 16;
         u64 from = start.via[source] + place(c, epoch);
         if constexpr (EP_STAGES == 1) await_pending(c, pending, start, lane);
-        constexpr u32 MOST = 4;
+        constexpr u32 MOST = 2;
         for (u32 first = lane * 16; first - lane * 16 < bytes; first += MOST * LANES * 16) {
             Vec16 v[MOST] = {};
 #pragma unroll

@@ -68,7 +68,7 @@ struct Relays {
     // Waits for the rows of a piece in the node area, adds them up and starts to send the sum. All lanes.
     __device__ __forceinline__ void send_piece(const EpCommon &c, const Start &start, Outbox &outbox, u8 *stages, u32 unit,
                                                u64 forwards, u32 lane) const {
-        constexpr u32 DEPTH = 2, N = CODED_AT_ONCE, STEP_BACK = N * LANES * 8;
+        constexpr u32 DEPTH = 2, N = 2, STEP_BACK = N * LANES * 8;
         u64 epoch = start.sent;
         u32 number = unit / PIECES % COLUMN, token = unit / PIECES / COLUMN, piece = unit % PIECES;
         u32 source = column_rank(c, number), selected = static_cast<u32>(forwards >> 32);

@@ -138,7 +138,7 @@ pub struct Shape {
     pub experts: u32,
     /// Ranks.
     pub ranks: u32,
-    /// The most tokens a rank sends.
+    /// Maximum number of tokens that a rank sends.
     pub max_tokens: u32,
     /// What dispatch carries.
     pub payload: Payload,
