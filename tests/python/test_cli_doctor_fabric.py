@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +134,16 @@ def test_info_loads_nothing_where_nothing_asks(tmp_path: Path) -> None:
     assert usable_fabric({}, tmp_path) is None
     (tmp_path / "class" / "infiniband" / "mlx5_0").mkdir(parents=True)
     missing = {"CROSSRAIL_FABRIC_LIBRARY": "/nowhere/libfabric.so.1"}
-    assert (usable_fabric(missing, Path("/nowhere")) or {}).get("version") is None
-    assert usable_fabric(missing, tmp_path) is not None
+    # In a process that has not loaded libfabric.
+    code = (
+        "import sys, json; from pathlib import Path; from crossrail_tools.cli.info import usable_fabric\n"
+        "print(json.dumps([usable_fabric(json.loads(sys.argv[1]), Path(folder)) for folder in sys.argv[2:]]))"
+    )
+    command = [sys.executable, "-c", code, json.dumps(missing), "/nowhere", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    nowhere, here = json.loads(done.stdout)
+    assert (nowhere or {}).get("version") is None
+    assert here is not None
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, facts: dict[str, float] | Failure) -> None:

@@ -87,7 +87,7 @@ def test_defaults_beside_those_of_nixl_are_ours() -> None:
     assert f"{ep.tokens}: `--tokens 512`" in ours[0]
     assert ours[1].startswith(f"{ep.hidden}, top-{ep.topk}, {ep.experts_per_rank}: ")
     assert ours[2].startswith(f"{ep.placement.num_processes}, or one per GPU: ")
-    assert ours[3].startswith(f"{control.work.rounds} rounds: ")
+    assert ours[3].startswith(f"{control.rounds} rounds: ")
 
 
 def test_names_that_people_of_ucx_look_for_are_there() -> None:

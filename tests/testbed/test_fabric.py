@@ -1,4 +1,7 @@
-"""Rails carried by libfabric over its own TCP: how they share, and what happens when a link fails."""
+"""Rails carried by libfabric over its own TCP: how they share, and what happens when a link fails.
+
+Collected where libfabric is 1.18 or newer (conftest.py).
+"""
 
 from __future__ import annotations
 
@@ -9,23 +12,12 @@ import pytest
 from bed import Bed
 from ends import End, Pair, wait_for_traffic
 
-import crossrail
 from crossrail_tools.report.schema import Row
 
 MAKE = Callable[..., Bed]
 MIB = 1 << 20
 LIBRARY = ("CROSSRAIL_FABRIC_LIBRARY", "FI_PROVIDER_PATH")
 SETTINGS = {"CROSSRAIL_TLS": "fabric:tcp", **{name: os.environ[name] for name in LIBRARY if name in os.environ}}
-
-
-@pytest.fixture(autouse=True)
-def _fabric() -> None:
-    (row,) = (row for row in crossrail.Context(tls="fabric:tcp").info()["transports"] if row["name"] == "fabric")
-    if not row["usable"]:
-        pytest.skip(f"{row['reason']}; {row['fix']}")
-    # Before 1.18 tcp is there beneath ofi_rxm only, which ends a process whose peer's link is lost.
-    if "ofi_rxm" in str(row):
-        pytest.skip("tcp of this libfabric is tcp;ofi_rxm: name a library of 1.18 or newer in CROSSRAIL_FABRIC_LIBRARY")
 
 
 def test_four_rails_over_libfabric_share_equally(make_bed: MAKE) -> None:
