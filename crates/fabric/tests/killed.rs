@@ -114,6 +114,25 @@ impl Drop for Doomed {
 }
 
 impl Doomed {
+    /// Stops it, and returns once no thread of it runs: until then it may answer.
+    fn stop(&self) {
+        self.signal(libc::SIGSTOP);
+        let start = Instant::now();
+        let tasks = format!("/proc/{}/task", self.0.id());
+        let runs = || {
+            let mut tasks = std::fs::read_dir(&tasks).expect("it lives").flatten();
+            // pid (name) state ...
+            tasks.any(|task| {
+                let stat = std::fs::read_to_string(task.path().join("stat")).unwrap_or_default();
+                stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with('T'))
+            })
+        };
+        while runs() {
+            assert!(start.elapsed() < LIMIT, "it does not stop");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
     fn signal(&self, signal: libc::c_int) {
         // SAFETY: the child was not waited for.
         assert_eq!(unsafe { libc::kill(self.0.id() as libc::pid_t, signal) }, 0);
@@ -181,7 +200,7 @@ fn stopped(provider: &str) {
     };
     until(&mut end, 5);
     assert!(lines.any(|line| line.is_ok_and(|line| line == "carries")), "the child has ended early");
-    child.signal(libc::SIGSTOP);
+    child.stop();
     // All that is in flight arrives.
     let (mut moved, start) = (Instant::now(), Instant::now());
     while moved.elapsed() < Duration::from_millis(200) {
@@ -194,7 +213,7 @@ fn stopped(provider: &str) {
     let more = end.arrived + 5;
     until(&mut end, more);
 
-    child.signal(libc::SIGSTOP);
+    child.stop();
     let own = end.own;
     assert_eq!(end.placing.revoke(&own), Revoked::OnceReturned, "{provider}: the peer writes by it");
     end.loan.recall();
