@@ -20,7 +20,7 @@ __all__ = [
     "pytest_xdist_make_scheduler",
 ]
 
-# Before 1.18 tcp is there beneath ofi_rxm only, which ends a process whose peer's link is lost. In a process of its own,
+# Before 1.18 tcp is there beneath ofi_rxm only, which ends a process whose link is lost. In a process of its own,
 # because libfabric stays loaded.
 VERSION = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).fi_version() < (1 << 16 | 18))"
 LIBRARY = os.environ.get("CROSSRAIL_FABRIC_LIBRARY", "libfabric.so.1")
