@@ -592,8 +592,11 @@ fn sleeping(name: &str, pair: Pair) {
                 assert_eq!(count, 1, "{}: slept {PATIENCE:?} in round {rounds} and was not woken", end.label);
             }
         }
-        // A driver that stops polling acknowledges what has arrived.
-        end.placing().arm();
+        // A driver that stops polling acknowledges what has arrived: once there is nothing left to poll for.
+        let start = Instant::now();
+        while !end.placing().arm() && start.elapsed() < PATIENCE {
+            end.poll();
+        }
     };
     std::thread::scope(|scope| {
         scope.spawn(|| play(&mut b, 1));
