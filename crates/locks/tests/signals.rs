@@ -9,6 +9,9 @@ use nix::sys::signal::{SigHandler, SigSet, Signal, signal};
 // One test: dispositions are the whole process's.
 #[test]
 fn sigpipe_is_discarded_and_threads_inherit_blocked_signals() {
+    // A program that nohup starts inherits it ignored.
+    // SAFETY: the default disposition runs no handler.
+    unsafe { signal(Signal::SIGHUP, SigHandler::SigDfl) }.unwrap();
     // SAFETY: ignoring a signal runs no handler.
     keeping_handlers(|| unsafe { signal(Signal::SIGHUP, SigHandler::SigIgn) }).unwrap();
     // SAFETY: the default disposition runs no handler.
