@@ -58,17 +58,12 @@ fn failed(operation: &'static str, worker: Option<&crossrail::Worker>, failure: 
 #[cold]
 #[inline(never)]
 fn panicked(operation: &'static str, worker: Option<&crossrail::Worker>, panic: &(dyn Any + Send)) -> i32 {
-    let text = panic_text(panic);
+    let text = panic.downcast_ref::<&str>().copied();
+    let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("a panic without text");
     if let Some(worker) = worker {
         worker.fail(text);
     }
     keep(&internal(operation, text))
-}
-
-/// The text of a panic, if it has one.
-pub(crate) fn panic_text(panic: &(dyn Any + Send)) -> &str {
-    let text = panic.downcast_ref::<&str>().copied();
-    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("a panic without text")
 }
 
 /// What a handle from C refers to.

@@ -6,7 +6,6 @@
 //! guard       the frame of every function: arguments, panics, results
 //! output      bytes, texts and arrays that the caller frees
 //! texts       what the engine reports, as text and as JSON
-//! apart       calls on threads of their own, whose waits can be interrupted
 //! shared      what the handles of one worker's objects share; requests of its pool and queue
 //! log context worker endpoint region operations requests lists
 //!             the functions
@@ -17,7 +16,6 @@
 #![allow(unsafe_code)] // pointers from C; each function names what it requires
 
 mod abi;
-mod apart;
 mod context;
 mod endpoint;
 mod failure;

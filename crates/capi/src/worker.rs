@@ -7,11 +7,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use crossrail::ConnectOptions;
-use crossrail_locks::Mutex;
+use crossrail_locks::{Apart, Mutex};
 use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::abi::{self, ADMIT, NO_BACKGROUND, NO_UNIX, Notice, OK, PENDING, read};
-use crate::apart::call_apart;
 use crate::context::Context;
 use crate::endpoint::Endpoint;
 use crate::failure::{Failure, Outcome, c_text, usage};
@@ -171,6 +170,18 @@ pub(crate) unsafe extern "C" fn xrail_worker_listens(worker: *mut Worker, index:
     }
 }
 
+/// A connected endpoint whose caller may have been interrupted.
+struct Unclaimed(Option<crossrail::Endpoint>);
+
+impl Drop for Unclaimed {
+    fn drop(&mut self) {
+        if let Some(endpoint) = self.0.take() {
+            // Nothing was sent over it.
+            let _ = endpoint.close(Some(Duration::ZERO));
+        }
+    }
+}
+
 /// Connects.
 ///
 /// # Safety
@@ -200,14 +211,10 @@ pub(crate) unsafe extern "C" fn xrail_connect(
         let options = ConnectOptions { require, timeout, ..ConnectOptions::default() };
         // No thread in a forked child: it could wait forever for a lock that the parent held.
         owner.0.native.check(OPERATION)?;
-        let to = to.to_vec();
-        let native = call_apart(
-            &owner.0,
-            OPERATION,
-            move |worker| worker.connect(&to, &options),
-            |unwanted| drop(unwanted.close(Some(Duration::ZERO))),
-        )?;
-        out.set(Endpoint::handle(native, &owner.0));
+        let (to, native) = (to.to_vec(), owner.0.native.clone());
+        let apart = Apart::start(OPERATION, move || native.connect(&to, &options).map(|made| Unclaimed(Some(made))))?;
+        let made = owner.0.wait(|| apart.wait(None))??.0.take();
+        out.set(Endpoint::handle(made.expect("nothing else takes it"), &owner.0));
         Ok(OK)
     })
 }

@@ -11,8 +11,11 @@
 //! Locks in objects are safe because the child is denied use of the parent's objects, locks in statics because each
 //! process has its own statics: [`PerProcess`].
 //!
-//! Signals are here as well: which threads take them ([`signals_blocked`]), and SIGPIPE ([`without_sigpipe`]).
+//! Signals are here as well: which threads take them ([`signals_blocked`]), SIGPIPE ([`without_sigpipe`]), and calls that
+//! cannot be interrupted ([`Apart`]).
 
+#[cfg(not(loom))]
+mod apart;
 #[cfg(not(loom))]
 mod condvar;
 mod futex;
@@ -24,6 +27,8 @@ mod process;
 mod signals;
 mod word;
 
+#[cfg(not(loom))]
+pub use self::apart::Apart;
 #[cfg(not(loom))]
 pub use self::condvar::{Condvar, WaitTimeoutResult};
 #[cfg(not(loom))]

@@ -1,9 +1,9 @@
 //! Waits that let other Python threads run, and that signals end at once.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use crossrail_types::{Error, ErrorKind, Result, interrupt};
+use crossrail_locks::Apart;
+use crossrail_types::{Error, ErrorKind, Result};
 use pyo3::prelude::*;
 
 use super::errors::{self, OrRaise};
@@ -99,65 +99,12 @@ pub(crate) fn poll_finished<T: Send>(
     outcome.map_err(|error| error.with_waited(waited)).or_raise(py)
 }
 
-/// Runs `work`, which does not support [`interrupt`], on its own thread, so that a signal can end the wait. The work
-/// then continues in the background, and its result is dropped.
+/// Runs `work`, which does not support [`interrupt`](crossrail_types::interrupt), on its own thread, so that a signal can
+/// end the wait. The work then continues in the background, and its result is dropped.
 pub(crate) fn on_own_thread<T: Send + 'static>(
     py: Python<'_>,
     work: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> PyResult<T> {
-    let oneshot = Arc::new(Oneshot { result: Mutex::new(None), ready: Condvar::new() });
-    let sender = OneshotSender(Arc::clone(&oneshot));
-    let spawned = std::thread::Builder::new().name("crossrail-call".to_owned()).spawn(move || {
-        sender.0.put(work());
-    });
-    spawned.map_err(|error| Error::io("thread", "pthread_create", &error)).or_raise(py)?;
-    bounded(py, FOREVER, |left| oneshot.wait(left.unwrap_or(FOREVER)))?.or_raise(py)
-}
-
-/// One-shot channel for the result of a thread.
-struct Oneshot<T> {
-    result: Mutex<Option<Result<T>>>,
-    ready: Condvar,
-}
-
-/// Sender of an [`Oneshot`]; dropped by a panicking thread it sends an error.
-struct OneshotSender<T: Send + 'static>(Arc<Oneshot<T>>);
-
-impl<T: Send + 'static> Drop for OneshotSender<T> {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            self.0.put(Err(Error::new(ErrorKind::Io, "thread", "the thread of this call panicked")));
-        }
-    }
-}
-
-impl<T: Send + 'static> Oneshot<T> {
-    fn lock(&self) -> MutexGuard<'_, Option<Result<T>>> {
-        self.result.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn put(&self, result: Result<T>) {
-        *self.lock() = Some(result);
-        self.ready.notify_all();
-    }
-
-    /// The result, whatever it is; `Timeout` after `limit`, or when the wait is interrupted.
-    fn wait(self: &Arc<Self>, limit: Duration) -> Result<Result<T>> {
-        let deadline = Instant::now() + limit;
-        let _sleeping = interrupt::sleeping(|| {
-            let oneshot = Arc::clone(self);
-            move || oneshot.ready.notify_all()
-        });
-        let mut result = self.lock();
-        loop {
-            if let Some(result) = result.take() {
-                return Ok(result);
-            }
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() || interrupt::raised() {
-                return Err(Error::new(ErrorKind::Timeout, "thread", "the call has not returned"));
-            }
-            result = self.ready.wait_timeout(result, left).unwrap_or_else(PoisonError::into_inner).0;
-        }
-    }
+    let apart = Apart::start("call", work).or_raise(py)?;
+    bounded(py, FOREVER, |left| apart.wait(left))?.or_raise(py)
 }
