@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import pytest
 from test_cli_command import COMMAND, children, clean_environment, gone, one_error, run
 
-import crossrail
 from crossrail_tools.cli.ep import elastic
 from crossrail_tools.cli.ep.plan import parse_plan
 from crossrail_tools.cli.placement import Placement
@@ -131,7 +130,7 @@ def test_a_rank_is_killed_in_an_exchange_and_not_after_a_pause(monkeypatch: pyte
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("a pause"))
     plan = parse_plan("[[0, -1, -2]]")
     where = Placement(3)
-    alone = elastic.Nodes(where, crossrail.Context(environment=False), "", "", 1.0)
+    alone = elastic.Nodes(None, 1.0)
     made = elastic._Run(SimpleNamespace(seed=0, placement=where), plan, Slow(), alone, 1.0)  # type: ignore[arg-type]
     made.kill(plan.phases[0], PhaseFacts(number=1, active=[0, 1, 2]))
     assert events == ["word of 0", "not due", "word of 2", "kill 2", "word of 1", "kill 1"]

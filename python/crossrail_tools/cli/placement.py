@@ -32,6 +32,15 @@ NODE_OPTIONS = ("num_processes", "processes", "world_size", "rank", "master_addr
 
 
 @dataclass(frozen=True)
+class Meeting:
+    """Where ranks meet: the address of the store and the name of their group; the commands of several nodes."""
+
+    store: str
+    name: str
+    commands: crossrail.Group | None = None
+
+
+@dataclass(frozen=True)
 class Placement:
     """``num_processes`` ranks on each of ``world_size`` nodes, of which this is number ``node``.
 
@@ -102,24 +111,30 @@ class Placement:
 
     @contextlib.contextmanager
     def rendezvous(self, context: crossrail.Context) -> Iterator[tuple[str, str]]:
-        """Address of the store and name of the group. A store that a command hosts runs until all nodes' are over.
+        """Address of the store, and name of the ranks' group; see `meet`."""
+        with self.meet(context) as met:
+            yield met.store, met.name
+
+    @contextlib.contextmanager
+    def meet(self, context: crossrail.Context) -> Iterator[Meeting]:
+        """Meets the commands of all nodes. A store that one of them hosts runs until all are over.
 
         Raises the library's errors.
         """
         # Commands on several nodes must agree on the name; independent runs that share a store must not collide.
         name = "bench" if self.world_size > 1 else f"bench-{os.urandom(4).hex()}"
-        if self.external:
+        if self.world_size == 1 and self.external:
             assert self.store is not None
-            yield self.store, name
+            yield Meeting(self.store, name)
         elif self.world_size == 1 and self.launch is None:
             with StoreServer(context, resolve(":0")) as server:
-                yield server.address, name
+                yield Meeting(server.address, name)
         else:
             by: dict[str, Any] = {}  # by a launcher's variables
-            if self.launch is None:
+            if self.launch is None or self.external:
                 by = {"rank": self.node, "size": self.world_size, "store": self.store}
             with crossrail.Group(name=GROUP, context=context, **by) as group:
-                yield group.store_address, name
+                yield Meeting(group.store_address, name, group)
                 group.barrier("over", timeout=OVER_S)  # the store ends with the process that runs it
 
 

@@ -6,7 +6,6 @@ one has the report.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
@@ -25,7 +24,7 @@ from crossrail_tools.verify.checking import Difference, Inputs, Work
 from ..cases import Experts
 from ..ends import ENDED
 from ..failure import Failure, print_notice
-from ..placement import Placement, pin_to
+from ..placement import pin_to
 from ..processes import Message
 from ..rank_process import Parent
 from ..ranks import Ranks
@@ -59,39 +58,24 @@ def measure(options: EpOptions, progress: Progress) -> Report:
     plan = load_plan(options.plan)
     context = options.context()
     where = options.placement
-    with contextlib.ExitStack() as stack:
-        store, group = stack.enter_context(where.rendezvous(context))
-        where.announce(store)
-        nodes = stack.enter_context(Nodes(where, context, store, f"{group}-nodes", START_S))
-        ranks = stack.enter_context(Ranks())
-        run = _Run(options, plan, ranks, nodes, 3 * context.timeout)
-        job = run.job(store, group)
+    with where.meet(context) as met, Ranks() as ranks:
+        where.announce(met.store)
+        run = _Run(options, plan, ranks, Nodes(met.commands, START_S), 3 * context.timeout)
+        job = run.job(met.store, met.name)
         for index in range(len(plan.phases)):
             row = run.phase(index, job, progress)
             progress.add([row] if where.node == 0 else [])
         run.end(plan.phases[-1].survivors)
-        nodes.barrier("over")
     return make_report(options, progress.rows)
 
 
 class Nodes:
-    """The commands of all nodes, of which this is one: a group that they share. As a context manager, it leaves it."""
+    """Agreement between the commands of all nodes, of which this is one."""
 
-    def __init__(self, where: Placement, context: crossrail.Context, store: str, name: str, patience: float) -> None:
-        """Joins the others. Raises the library's errors."""
+    def __init__(self, group: crossrail.Group | None, patience: float) -> None:
+        """``group``: that of the commands, or None if this is the only one."""
         self._patience = patience
-        self._group: crossrail.Group | None = None
-        if where.world_size > 1:
-            self._group = crossrail.Group(
-                name=name, rank=where.node, size=where.world_size, store=store, context=context
-            )
-
-    def __enter__(self) -> Nodes:
-        return self
-
-    def __exit__(self, *unused: object) -> None:
-        if self._group is not None:
-            self._group.leave()
+        self._group = group
 
     def barrier(self, name: str) -> None:
         """Waits for the commands of all nodes. Raises the library's errors: one of them may have failed."""
