@@ -208,3 +208,31 @@ def wait_for_traffic(bed: Bed, nic: str, num_bytes: int, end: End, timeout: floa
         if time.monotonic() > deadline:
             raise AssertionError(f"{nic} did not carry {num_bytes} bytes within {timeout} s")
         time.sleep(0.005)  # a counter in the kernel: there is no event to wait for
+
+
+def outlives_a_rail(pair: Pair, how: str, lane: str) -> None:
+    """A transfer over eth1 and eth2 finishes although eth2 is lost meanwhile, and an end reports that of ``lane``."""
+
+    def fail(driving: End) -> None:
+        wait_for_traffic(pair.bed, "eth2", 20 << 20, driving)
+        if how == "down":
+            pair.bed.set_down("right", "eth2")
+        else:
+            pair.bed.swallow("eth2")
+
+    outcome = pair.run("--size=192M", "--iters=1", "--warmup=0", during=fail)
+    assert outcome.row.verified
+    assert lane in outcome.driving.said + outcome.listening.said
+
+
+def uses_a_rail_again(pair: Pair, lane: str) -> None:
+    """Transfers over eth1 and eth2 finish although eth2 is lost meanwhile, and it is used again once it is back."""
+
+    def blink(driving: End) -> None:
+        wait_for_traffic(pair.bed, "eth2", 20 << 20, driving)
+        pair.bed.set_down("right", "eth2")
+        driving.wait_to_say(lane)
+        pair.bed.set_up("right", "eth2")
+        driving.wait_to_say("rail eth2 is back")
+
+    assert pair.run("--size=128M", "--iters=4", "--warmup=0", during=blink).row.verified

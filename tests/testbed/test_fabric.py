@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 from bed import Bed
-from ends import End, Pair, wait_for_traffic
+from ends import Pair, outlives_a_rail, uses_a_rail_again
 
 from crossrail_tools.report.schema import Row
 
@@ -37,28 +37,8 @@ def test_four_rails_over_libfabric_share_equally(make_bed: MAKE) -> None:
 @pytest.mark.parametrize("how", ["down", "black hole"])
 def test_a_failed_rail_over_libfabric_leaves_the_rest_to_finish(make_bed: MAKE, how: str) -> None:
     bed = make_bed((400, 400))
-
-    def fail(driving: End) -> None:
-        wait_for_traffic(bed, "eth2", 20 * MIB, driving)
-        if how == "down":
-            bed.set_down("right", "eth2")
-        else:
-            bed.swallow("eth2")
-
-    outcome = Pair(bed, settings=SETTINGS).run("--size=192M", "--iters=1", "--warmup=0", during=fail)
-    assert outcome.row.verified
-    assert "lane fabric/eth2" in outcome.driving.said + outcome.listening.said
+    outlives_a_rail(Pair(bed, settings=SETTINGS), how, "lane fabric/eth2")
 
 
 def test_a_rail_over_libfabric_that_comes_back_is_used_again(make_bed: MAKE) -> None:
-    bed = make_bed((1000, 1000))
-
-    def blink(driving: End) -> None:
-        wait_for_traffic(bed, "eth2", 20 * MIB, driving)
-        bed.set_down("right", "eth2")
-        driving.wait_to_say("lane fabric/eth2")
-        bed.set_up("right", "eth2")
-        driving.wait_to_say("rail eth2 is back")
-
-    outcome = Pair(bed, settings=SETTINGS).run("--size=128M", "--iters=4", "--warmup=0", during=blink)
-    assert outcome.row.verified
+    uses_a_rail_again(Pair(make_bed((1000, 1000)), settings=SETTINGS), "lane fabric/eth2")

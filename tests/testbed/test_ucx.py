@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from bed import Bed
-from ends import End, Pair, wait_for_traffic
+from ends import Pair, outlives_a_rail, uses_a_rail_again
 
 import crossrail
 from crossrail_tools.report.schema import Row
@@ -44,28 +44,8 @@ def test_equal_rails_over_ucx_share_equally(make_bed: MAKE) -> None:
 @pytest.mark.parametrize("how", ["down", "black hole"])
 def test_a_failed_rail_over_ucx_leaves_the_rest_to_finish(make_bed: MAKE, how: str) -> None:
     bed = make_bed((400, 400))  # 1.5 s are left then, for a failure that takes two processes on a busy machine
-
-    def fail(driving: End) -> None:
-        wait_for_traffic(bed, "eth2", 20 * MIB, driving)
-        if how == "down":
-            bed.set_down("right", "eth2")
-        else:
-            bed.swallow("eth2")
-
-    outcome = Pair(bed, settings=SETTINGS).run("--size=192M", "--iters=1", "--warmup=0", during=fail)
-    assert outcome.row.verified
-    assert "lane ucx/eth2(tcp/eth2) is" in outcome.driving.said + outcome.listening.said
+    outlives_a_rail(Pair(bed, settings=SETTINGS), how, "lane ucx/eth2(tcp/eth2) is")
 
 
 def test_a_rail_over_ucx_that_comes_back_is_used_again(make_bed: MAKE) -> None:
-    bed = make_bed((1000, 1000))
-
-    def blink(driving: End) -> None:
-        wait_for_traffic(bed, "eth2", 20 * MIB, driving)
-        bed.set_down("right", "eth2")
-        driving.wait_to_say("lane ucx/eth2(tcp/eth2) is")
-        bed.set_up("right", "eth2")
-        driving.wait_to_say("rail eth2 is back")
-
-    outcome = Pair(bed, settings=SETTINGS).run("--size=128M", "--iters=4", "--warmup=0", during=blink)
-    assert outcome.row.verified
+    uses_a_rail_again(Pair(make_bed((1000, 1000)), settings=SETTINGS), "lane ucx/eth2(tcp/eth2) is")

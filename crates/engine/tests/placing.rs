@@ -144,7 +144,7 @@ fn the_end_of_an_endpoint_ends_its_objects_by_its_reason() {
     assert!(here.to_string().contains("alpha"), "its own end: {here}");
     assert!(there.to_string().contains("beta"), "the peer's: {there}");
     assert_eq!(one.arrived, [2], "what had arrived is reported before the end");
-    // The object is told by its own connection, the endpoint by another.
+    // The object learns it from its own connection, the endpoint from another.
     let start = Instant::now();
     while ab.is_alive() {
         assert!(start.elapsed() < LIMIT, "the endpoint has not ended");
