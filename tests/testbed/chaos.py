@@ -246,7 +246,7 @@ class Process:
             self._changed.notify_all()
 
     def has_said(self, what: str) -> bool:
-        """Whether it has, up to now."""
+        """True if the output has a line of ``what`` so far."""
         with self._changed:
             return what in self._said
 
@@ -268,7 +268,7 @@ class Process:
             self.process.stdin.flush()
 
     def result(self) -> dict[str, Any]:
-        """All that it has said."""
+        """Its output so far."""
         with self._changed:
             return dict(self._said)
 

@@ -81,7 +81,7 @@ class End:
 
     @property
     def said(self) -> str:
-        """Everything said so far."""
+        """All output so far."""
         with self._changed:
             return "".join(self._lines)
 

@@ -3,12 +3,14 @@
 //! `hotpath [N] [TRANSPORT] [SIZE] [IDLE]`: 10000 of 8 bytes over shm unless said otherwise, while the first worker has
 //! IDLE other endpoints (0), over which nothing goes.
 
+use std::time::{Duration, Instant};
+
 use crossrail::{ConnectOptions, Context, Endpoint, Memory, Request, Result, Settings, Worker, WorkerOptions};
 
-/// Round trips after which idle endpoints cost no more than they will, and those for each of them: few begin to rest at
-/// a time.
-const SETTLED: u64 = 10_000;
-const SETTLED_EACH: u64 = 40;
+/// Time between two looks for lanes to rest, at most; and the lanes that begin to rest in one of them, which is not the
+/// first that finds them idle (engine/src/core/resting.rs).
+const LOOK: Duration = Duration::from_millis(100);
+const REST_AT_ONCE: u32 = 64;
 
 struct End {
     worker: Worker,
@@ -50,8 +52,10 @@ fn main() -> Result<()> {
     }
     let driver = End::new(&context, a, dialled, size)?;
     let echo = End::new(&context, b, accepted, size)?;
-    let settling = if idle > 0 { SETTLED + SETTLED_EACH * idle as u64 } else { 0 };
-    for _ in 0..settling {
+    // A number of round trips would take less than one look on a fast machine.
+    let settled = LOOK * (idle as u32).div_ceil(REST_AT_ONCE).saturating_mul(2);
+    let began = Instant::now();
+    while idle > 0 && began.elapsed() < settled + 2 * LOOK {
         round(&driver, &echo)?;
     }
     rounds(count, &driver, &echo)?;

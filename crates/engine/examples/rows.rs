@@ -1,6 +1,7 @@
 //! Measures moves of rows between two processes: microseconds a row, a notice, and what preparing costs.
 //!
 //!     rows TLS shared|plain ROWS BYTES [MOVES]
+//!     rows driven ROWS BYTES MOVES                both ends in this process, driven by this thread, for callgrind to count
 #![allow(unsafe_code)] // pools are registered by their addresses
 
 use std::io::{BufRead, BufReader, Write};
@@ -105,7 +106,7 @@ fn echoes(worker: &Worker, to: &Endpoint, local: &Layout, remote: &Layout) {
 
 type Ends<'a> = (&'a Worker, &'a Region, &'a Endpoint, &'a Description);
 
-/// Lists of rows of both ends, by their addresses. Counted by callgrind, as [`prepared`] is.
+/// Lists of rows of both ends, by their addresses. Counted by callgrind, as [`prepared`] and [`moved`] are.
 #[inline(never)]
 fn listed((worker, region, to, description): Ends<'_>, mine: &[u64], theirs: &[u64]) -> (Layout, Layout) {
     let region = std::slice::from_ref(region);
@@ -119,10 +120,55 @@ fn prepared(to: &Endpoint, kind: MoveKind, (local, remote): (&Layout, &Layout), 
     to.prepare(kind, local, remote, options).expect("a move")
 }
 
+/// Starts a move, and drives both ends until it is over: no thread spins meanwhile.
+#[inline(never)]
+fn moved(prepared: &Move, [here, there]: [&Worker; 2]) {
+    let request = prepared.start(StartOptions::default()).expect("a start");
+    while request.test().is_none() {
+        here.progress();
+        there.progress();
+    }
+    request.test().expect("an outcome").expect("its end");
+}
+
+fn drive(rows: u64, bytes: u64, moves: usize) {
+    let settings = Settings::from_pairs([("CROSSRAIL_TLS", "shm")]).expect("settings");
+    let context = Context::new(settings).expect("a context");
+    let [here, there] = ["client", "server"].map(|name| {
+        let (name, background) = (Some(name.to_owned()), false);
+        Worker::new(&context, WorkerOptions { name, background, ..WorkerOptions::default() }).expect("a worker")
+    });
+    let (to, _from) = std::thread::scope(|scope| {
+        let dialling = scope.spawn(|| here.connect(&there.address(), &ConnectOptions::default()));
+        let accepted = there.accept(LIMIT).expect("a peer");
+        (dialling.join().expect("a thread").expect("an endpoint"), accepted)
+    });
+    let len = (rows * bytes) as usize;
+    let (mine, theirs) = (pool(&context, &here, false, len), pool(&context, &there, false, len));
+    let description = there.describe(std::slice::from_ref(&theirs.0)).expect("a description");
+    let description = Description::parse(&description).expect("a description");
+    let words = |base: u64| (0..rows).flat_map(|row| [base + row * bytes, bytes, 0]).collect::<Vec<u64>>();
+    let bases = [mine.0.base(), description.regions()[0].base].map(words);
+    let (local, remote) = listed((&here, &mine.0, &to, &description), &bases[0], &bases[1]);
+    let index = shuffled(rows as u32);
+    let (local_index, remote_index) = (Some(&*index), Some(&*index));
+    for kind in [MoveKind::Write, MoveKind::Read] {
+        let options = MoveOptions { local_index, remote_index, notice: b"n", ..Default::default() };
+        let prepared = prepared(&to, kind, (&local, &remote), options);
+        for _ in 0..moves {
+            moved(&prepared, [&here, &there]);
+        }
+    }
+}
+
 fn main() {
     let args: Vec<String> = std::env::args().skip(1).collect();
     if args[0] == "serve" {
         return serve(&args[1], args[2] == "shared", args[3].parse().expect("bytes"));
+    }
+    if args[0] == "driven" {
+        let [rows, bytes, moves] = [1, 2, 3].map(|at| args[at].parse::<u64>().expect("a number"));
+        return drive(rows, bytes, moves as usize);
     }
     let (tls, shared) = (args[0].as_str(), args[1] == "shared");
     let (rows, bytes): (u64, u64) = (args[2].parse().expect("rows"), args[3].parse().expect("bytes"));

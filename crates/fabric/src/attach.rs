@@ -18,7 +18,7 @@ use crate::port::{Port, queue_of};
 use crate::wire::{GREETING, INTRODUCTION, Introduction, PEER_WRITES};
 
 /// Advice for a lost connection: keys are registrations of one device, so no other rail takes its writes.
-const ADVICE: &str =
+pub(crate) const ADVICE: &str =
     "; an object over libfabric is not dialled again: while the endpoint is alive, open the object anew at both ends";
 
 /// Joins the two ends of `stream`, which both call this, each with its own offer, and returns once a write has arrived
@@ -31,6 +31,37 @@ const ADVICE: &str =
 pub fn attach(stream: TcpStream, offer: &Offer, peer: &str, rail: &str, deadline: Instant) -> Result<FabricPlacing> {
     let (mut placing, _) = attach_as(stream, offer, (peer, rail), deadline, |_| Ok([0; GREETING]))?;
     placing.advice = ADVICE;
+    Ok(placing)
+}
+
+/// First byte of the greeting of a rail.
+const KIND: u8 = 2;
+
+/// As [`attach`], for one rail of a [`FabricRails`](crate::FabricRails). One end gives it a number, which no earlier rail
+/// of the object had, and by which those that work differ modulo 64; the other learns it.
+///
+/// # Errors
+/// As [`attach`]; `Protocol` when both ends give a number, or none does.
+pub fn attach_rail(
+    stream: TcpStream,
+    offer: &Offer,
+    (peer, rail): (&str, &str),
+    number: Option<u16>,
+    deadline: Instant,
+) -> Result<FabricPlacing> {
+    let mut greeting = [0; GREETING];
+    greeting[0] = KIND;
+    greeting[1] = u8::from(number.is_some());
+    greeting[2..4].copy_from_slice(&number.unwrap_or_default().to_le_bytes());
+    let (mut placing, theirs) = attach_as(stream, offer, (peer, rail), deadline, |placing| {
+        placing.is_rail = true;
+        Ok(greeting)
+    })?;
+    if (theirs[1] != 0) == number.is_some() {
+        let detail = "the peer joins this rail as the end that this one is";
+        return Err(Error::new(ErrorKind::Protocol, "connect", detail).with_peer(peer).with_lane(rail));
+    }
+    placing.number = number.unwrap_or(u16::from_le_bytes([theirs[2], theirs[3]]));
     Ok(placing)
 }
 
@@ -74,7 +105,7 @@ fn join(
         return Err(Error::new(ErrorKind::Unsupported, "connect", detail)
             .with_hint("name one at both ends: CROSSRAIL_TLS=fabric:PROVIDER"));
     }
-    if theirs.process == ours.process && greeting[0] != 0 && ours.provider == "shm" {
+    if theirs.process == ours.process && placing.is_lane && ours.provider == "shm" {
         let detail =
             "both ends are in one process, and the provider shm crashes one that polls after the other was closed";
         return Err(Error::new(ErrorKind::Unsupported, "connect", detail));
@@ -120,7 +151,11 @@ fn until(
     mut done: impl FnMut(&mut FabricPlacing) -> bool,
 ) -> Result<()> {
     loop {
-        let mut moved = placing.drive(&mut |_| {}).map_err(|error| failed(&error.to_string()))?;
+        // The peer may have joined and write already: its writes are at most as many as it was granted.
+        let mut early = std::mem::take(&mut placing.early);
+        let driven = placing.drive(&mut |event| early.push(event));
+        placing.early = early;
+        let mut moved = driven.map_err(|error| failed(&error.to_string()))?;
         if let Some(why) = placing.broken() {
             return Err(failed(why));
         }

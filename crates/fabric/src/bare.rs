@@ -22,6 +22,8 @@ pub struct Bare {
     completions: Vec<Completion>,
     arrived: usize,
     sent: usize,
+    in_flight: usize,
+    contexts: usize,
 }
 
 impl Bare {
@@ -33,6 +35,8 @@ impl Bare {
         let (ops, queue) = queue_of(&offer.attributes);
         let mut port = Port::open(offer, ops, queue)?;
         let (from, into) = (Slab::new(len)?, Slab::new(len)?);
+        // Untouched pages are all the same one, which stays in a cache.
+        [&from, &into].iter().for_each(|slab| slab.write(0, &vec![5; len]));
         let of = |slab: &Slab| Extent { at: slab.address(), len: slab.len(), gpu: None };
         // SAFETY: the port is the first field, so it is dropped before the memory.
         let ((_, ours), (registered, _)) =
@@ -48,6 +52,8 @@ impl Bare {
             completions: Vec::new(),
             arrived: 0,
             sent: 0,
+            in_flight: 0,
+            contexts: ops,
         })
     }
 
@@ -66,22 +72,33 @@ impl Bare {
     /// # Panics
     /// When the provider fails.
     pub fn write(&mut self, len: usize) {
+        while self.in_flight == self.contexts {
+            self.progress();
+        }
         let from = [(Extent { at: self.from.address(), len: len.min(self.into.len()), gpu: None }, self.registered)];
-        let context = self.sent % 4;
+        let context = self.sent % self.contexts;
         let write = Write { from: &from, to: self.theirs, at: 0, data: 1, context };
-        // SAFETY: the memory lives as long as the port; one write follows the other's arrival, so contexts are free.
+        // SAFETY: the memory lives as long as the port; operations complete in their order with providers that need no
+        // NIC, so the context is free.
         while !unsafe { self.port.write(&write) }.expect("posted") {
             self.progress();
         }
         self.sent += 1;
+        self.in_flight += 1;
     }
 
     /// Polls until one more write has arrived.
     pub fn await_arrival(&mut self) {
-        while self.arrived == 0 {
+        while !self.take_arrival() {
             self.progress();
         }
-        self.arrived -= 1;
+    }
+
+    /// True if a write has arrived that was not taken yet.
+    pub fn take_arrival(&mut self) -> bool {
+        let has = self.arrived > 0;
+        self.arrived -= usize::from(has);
+        has
     }
 
     /// Polls once.
@@ -93,7 +110,7 @@ impl Bare {
         for completion in self.completions.drain(..) {
             match completion {
                 Completion::Arrived(_) => self.arrived += 1,
-                Completion::Sent(_) => {}
+                Completion::Sent(_) => self.in_flight -= 1,
                 Completion::Failed(_, why) => panic!("{why}"),
             }
         }

@@ -24,7 +24,21 @@ pub(crate) enum Note {
     Answer(u64),
     /// It drops the object, after that number of frames of a lane.
     Farewell(u64),
+    /// It has ended that rail. The number of writes that it had counted over it; the words of the last of them follow.
+    Ended {
+        rail: u16,
+        counted: u64,
+    },
+    /// See [`Note::Ended`].
+    Word {
+        rail: u16,
+        word: u32,
+    },
+    /// Memory and counters are as on its other rails: this one may be used.
+    Open,
 }
+
+const COUNTED: u64 = (1 << 48) - 1;
 
 impl Note {
     fn encode(self) -> [u8; LEN] {
@@ -34,6 +48,9 @@ impl Note {
             Note::Probe(number) => (3, number),
             Note::Answer(number) => (4, number),
             Note::Farewell(number) => (5, number),
+            Note::Ended { rail, counted } => (6, u64::from(rail) << 48 | counted & COUNTED),
+            Note::Word { rail, word } => (7, u64::from(rail) << 48 | u64::from(word)),
+            Note::Open => (8, 0),
         };
         let mut out = [kind; LEN];
         out[1..].copy_from_slice(&u64::to_le_bytes(number));
@@ -48,6 +65,9 @@ impl Note {
             3 => Some(Note::Probe(number)),
             4 => Some(Note::Answer(number)),
             5 => Some(Note::Farewell(number)),
+            6 => Some(Note::Ended { rail: (number >> 48) as u16, counted: number & COUNTED }),
+            7 => Some(Note::Word { rail: (number >> 48) as u16, word: number as u32 }),
+            8 => Some(Note::Open),
             _ => None,
         }
     }
@@ -104,6 +124,8 @@ pub(crate) struct Companion {
     stream: Option<Arc<TcpStream>>,
     why: Arc<OnceLock<Ended>>,
     bytes: Vec<u8>,
+    /// Bytes that the connection has no room for yet.
+    unsent: Vec<u8>,
     /// Notes of joining that have arrived, and the number in the peer's farewell.
     ready: bool,
     joined: bool,
@@ -126,6 +148,7 @@ impl Companion {
             stream: Some(Arc::new(stream)),
             why: Arc::default(),
             bytes: Vec::new(),
+            unsent: Vec::new(),
             ready: false,
             joined: false,
             farewell: None,
@@ -136,10 +159,23 @@ impl Companion {
         self.stream.as_ref().map(|stream| stream.as_fd())
     }
 
-    /// Sends a note. One that has no room is lost: those that matter are repeated.
+    /// Sends a note. One that has no room goes with [`Companion::flush`]; a question that is repeated is left out then.
     pub(crate) fn send(&mut self, note: Note) {
+        if self.unsent.is_empty() || !matches!(note, Note::Probe(_) | Note::Answer(_)) {
+            self.unsent.extend(note.encode());
+            self.flush();
+        }
+    }
+
+    /// Sends what had no room. False: there still is none.
+    pub(crate) fn flush(&mut self) -> bool {
+        while !self.unsent.is_empty()
+            && let Some(Ok(sent @ 1..)) = self.stream.as_deref().map(|mut stream| stream.write(&self.unsent))
+        {
+            self.unsent.drain(..sent);
+        }
         // An end is found by reading.
-        let _ = self.stream.as_deref().map(|mut stream| stream.write(&note.encode()));
+        self.unsent.is_empty()
     }
 
     /// Closes the connection, by which the peer learns of the end.
@@ -160,7 +196,7 @@ impl Companion {
                     Note::Ready => self.ready = true,
                     Note::Joined => self.joined = true,
                     Note::Farewell(number) => self.farewell = Some(number),
-                    Note::Probe(_) | Note::Answer(_) => {}
+                    _ => {}
                 }
                 return Ok(Some(note));
             }

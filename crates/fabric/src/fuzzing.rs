@@ -170,7 +170,7 @@ impl End {
                 assert!(whole.is_none_or(|whole| whole.imm.is_none() == dropped));
                 Ok(())
             }
-            Frame::Checked { id, valid } => self.out.checked(id, valid),
+            Frame::Checked { id, remote } => self.out.checked(id, remote),
             Frame::Stop(id) => self.out.stop(id, frames),
             // Those need the registrations of a provider.
             Frame::Check(_) | Frame::Stopped(_) => Ok(()),
@@ -202,7 +202,8 @@ pub fn seeds() -> Vec<(&'static str, Vec<u8>)> {
         [vec![0, bytes.len() as u8], bytes].concat()
     };
     let word = |word: Word| [vec![64], word.encode().to_le_bytes().to_vec()].concat();
-    let (asked, queue, post, complete) = (Frame::Checked { id: 0, valid: true }, [128, 10, 0], [192], [224, 0]);
+    let (asked, queue, post, complete) =
+        (Frame::Checked { id: 0, remote: Some(Remote { key: 0, base: 0 }) }, [128, 10, 0], [192], [224, 0]);
     let imm = Imm { counter: Counter(0), piece: 0 };
     let ack = |mark| frame(Frame::Acks(vec![Word::Write { imm, mark }.encode()]));
     let written = [&queue[..], &frame(asked.clone()), &post, &complete, &ack(1)].concat();
@@ -215,7 +216,7 @@ pub fn seeds() -> Vec<(&'static str, Vec<u8>)> {
         ("written", written),
         ("split", [&split[..], &frame(asked.clone()), &post.repeat(5), &complete.repeat(5), &split_ack].concat()),
         ("stopped", [&split[..], &frame(asked.clone()), &post, &frame(Frame::Stop(0)), &complete, &split_ack].concat()),
-        ("refused", [&queue[..], &frame(Frame::Checked { id: 0, valid: false })].concat()),
+        ("refused", [&queue[..], &frame(Frame::Checked { id: 0, remote: None })].concat()),
         ("parts", [part(1), announced, part(0), part(0)].concat()),
         ("arrived", [word(Word::Write { imm, mark: 1 }), word(Word::Frame(0)), word(Word::Credit(1))].concat()),
     ];
@@ -243,7 +244,7 @@ mod tests {
         let imm = Imm { counter: Counter(0), piece: 0 };
         assert_eq!(input.byte(), 128);
         assert!(out.queue(&[], (0, &key, 0), imm, 5, (CUT, &mut frames)));
-        out.checked(0, true).expect("asked");
+        out.checked(0, Some(Remote { key: 0, base: 0 })).expect("asked");
         let part = out.next(CUT).expect("a part");
         let word = out.word(&part);
         out.posted(&part, word, &mut frames);

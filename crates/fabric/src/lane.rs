@@ -126,7 +126,10 @@ pub fn attach_lane(
     (peer, label): (&str, &str),
     deadline: Instant,
 ) -> Result<FabricLane> {
-    let name = format!("{label}({})", offer.provider);
+    let name = match &offer.attributes.nic {
+        Some(_) => format!("{label}({offer})"),
+        None => format!("{label}({})", offer.provider),
+    };
     let inbox = Slab::new(SLOTS * SLOT + ANSWERS * ANSWER)?;
     let staging = Slab::new(SLOTS * SLOT + ANSWERS * ANSWER)?;
     let of = |slab: &Slab| Extent { at: slab.address(), len: slab.len(), gpu: None };
@@ -149,6 +152,7 @@ pub fn attach_lane(
             }
         }
         placing.drains = DRAIN;
+        placing.is_lane = true;
         let mut greeting = [0; GREETING];
         greeting[0] = KIND;
         greeting[8..16].copy_from_slice(&remote.key.to_le_bytes());
@@ -574,7 +578,7 @@ impl Lane for FabricLane {
         Ok(Post::Taken)
     }
 
-    fn poll(&mut self, sink: &mut dyn Sink, budget: usize, _probe: bool) -> std::result::Result<bool, LaneError> {
+    fn poll(&mut self, sink: &mut dyn Sink, budget: usize, probe: bool) -> std::result::Result<bool, LaneError> {
         if self.placing.is_none()
             && let Some(error) = &self.broken
         {
@@ -600,7 +604,8 @@ impl Lane for FabricLane {
         {
             return Err(self.end(error));
         }
-        Ok(moved)
+        // A caller that does not probe sleeps on the descriptor next, if there is one, and need not have armed it.
+        Ok(moved || (!probe && self.fd().is_some() && !self.arm()))
     }
 
     fn fd(&self) -> Option<RawFd> {

@@ -13,13 +13,15 @@
 //! device, and confirms that it writes no more before its memory is returned: closing a registration does not stop a
 //! write that is arriving. Limits of the provider are kept here: exceeded ones vanish without an error.
 //!
-//! A provider's error ends the object, by name: over one endpoint there is no telling which writes it concerns.
+//! A provider's error ends the endpoint, by name, since it may concern any of its writes. A [`FabricRails`] has several
+//! and continues over the others: both ends state what they had counted over an endpoint that has ended.
 
 mod attach;
 #[cfg(feature = "bare")]
 pub mod bare;
 mod companion;
 mod count;
+mod door;
 pub mod examine;
 mod exposures;
 #[cfg(any(test, feature = "fuzzing"))]
@@ -31,15 +33,18 @@ mod offer;
 mod outgoing;
 mod placing;
 mod port;
+mod rails;
 #[doc(hidden)]
 pub mod raw;
 mod ring;
 mod slab;
 mod wire;
 
-pub use attach::attach;
+pub use attach::{attach, attach_rail};
 pub use companion::Closer;
+pub use door::{Door, Joined};
 pub use lane::{FabricLane, attach_lane};
 pub use library::{Absent, Library, SONAME, VARIABLE};
 pub use offer::{Attributes, Offer, Wanted};
 pub use placing::FabricPlacing;
+pub use rails::{FabricRails, RAILS_MAX};

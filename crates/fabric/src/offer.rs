@@ -153,6 +153,16 @@ impl Library {
         Err(Error::new(ErrorKind::Unsupported, "fabric", why).with_hint(hint))
     }
 
+    /// As [`Library::offers`], of devices that register memory of GPUs; where there are none, of all that fit, whose
+    /// attributes state it. `wanted.gpu` is ignored.
+    ///
+    /// # Errors
+    /// As [`Library::offers`].
+    pub fn offers_for_gpus(&'static self, wanted: &Wanted<'_>) -> Result<Vec<Offer>> {
+        let with = |gpu| self.offers(&Wanted { gpu, ..wanted.clone() });
+        with(true).or_else(|_| with(false))
+    }
+
     fn query(&'static self, wanted: &Wanted<'_>) -> Result<Option<OwnedInfo>> {
         // SAFETY: copying nothing allocates an empty entry with its attributes.
         let hints = NonNull::new(unsafe { (self.raw.fi_dupinfo)(std::ptr::null()) });

@@ -48,6 +48,8 @@ enum KeyState {
 struct KnownKey {
     key: Key,
     state: KeyState,
+    /// The peer's registration, once it has answered.
+    remote: Remote,
     /// Writes with parts posted that have not ended.
     active: usize,
     waiting: Vec<u16>,
@@ -99,8 +101,11 @@ pub(crate) struct Outgoing {
     /// Parts posted of writes that were not acknowledged, and how many there may be.
     unacknowledged: usize,
     grant: usize,
+    /// Number of writes that the peer has acknowledged.
+    acks: u64,
 }
 
+const NOWHERE: Remote = Remote { key: 0, base: 0 };
 const NONE: Extent = Extent { at: 0, len: 0, gpu: None };
 
 impl Outgoing {
@@ -119,6 +124,7 @@ impl Outgoing {
             ended: VecDeque::new(),
             unacknowledged: 0,
             grant: grant.min(PEER_WRITES),
+            acks: 0,
         }
     }
 
@@ -137,12 +143,13 @@ impl Outgoing {
         let key = match self.last {
             Some((bytes, key)) if bytes == to.0 => key,
             _ => *self.numbers.entry(to.0).or_insert_with(|| {
-                self.keys.push(KnownKey { key: *to, state: KeyState::New, active: 0, waiting: Vec::new() });
+                let (state, remote) = (KeyState::New, NOWHERE);
+                self.keys.push(KnownKey { key: *to, state, remote, active: 0, waiting: Vec::new() });
                 self.keys.len() - 1
             }),
         };
         self.last = Some((to.0, key));
-        let Some(number) = self.enter(from, (len, Some(key), remote(to), at), imm, token, cut) else { return false };
+        let Some(number) = self.enter(from, (len, Some(key), NOWHERE, at), imm, token, cut) else { return false };
         let known = &mut self.keys[key];
         match known.state {
             KeyState::Valid => self.queue.push_back(number),
@@ -206,12 +213,12 @@ impl Outgoing {
     ///
     /// # Errors
     /// There was none about that key.
-    pub(crate) fn checked(&mut self, id: u64, valid: bool) -> Result<(), String> {
+    pub(crate) fn checked(&mut self, id: u64, remote: Option<Remote>) -> Result<(), String> {
         let asked = self.asked.pop_front().filter(|at| self.keys[*at].key.id() == id);
         let Some(at) = asked else { return Err("it answered what was not asked".to_owned()) };
         let waiting = std::mem::take(&mut self.keys[at].waiting);
-        if valid {
-            self.keys[at].state = KeyState::Valid;
+        if let Some(remote) = remote {
+            (self.keys[at].state, self.keys[at].remote) = (KeyState::Valid, remote);
             self.queue.extend(waiting);
         } else {
             self.keys[at].state = KeyState::Stopped(true);
@@ -285,7 +292,8 @@ impl Outgoing {
         }
         let turn = if write.posted == 0 { self.turns[usize::from(number)].wrapping_add(1) } else { write.turn };
         let word = (!write.whole).then(|| Word::Part { slot: number, turn, part: write.posted }.encode());
-        let (to, at) = (write.to, write.at + write.sent as u64);
+        let to = write.key.map_or(write.to, |key| self.keys[key].remote);
+        let at = write.at + write.sent as u64;
         Some(Part { write: number, extents, count, len, to, at, word })
     }
 
@@ -372,6 +380,7 @@ impl Outgoing {
             return Err("it counted a write that was not posted".to_owned());
         };
         write.acked = true;
+        self.acks += 1;
         self.unacknowledged -= usize::from(write.posted).min(self.unacknowledged);
         self.finish(number, frames);
         Ok(())
@@ -398,10 +407,29 @@ impl Outgoing {
         }
     }
 
-    /// Ends all writes: the peer is lost.
+    /// The peer has counted that number of writes, the last by these words, and counts no more: those whose acknowledgement
+    /// was lost have arrived.
+    ///
+    /// # Errors
+    /// There are no such writes.
+    pub(crate) fn settle(&mut self, counted: u64, words: &[u32]) -> Result<(), String> {
+        let missed = counted.checked_sub(self.acks).and_then(|missed| usize::try_from(missed).ok());
+        let Some(missed) = missed.and_then(|missed| words.len().checked_sub(missed)) else {
+            return Err(format!("it counted {counted} writes, of which {} were acknowledged", self.acks));
+        };
+        words[missed..].iter().try_for_each(|word| self.acknowledged(*word, &mut Vec::new()))
+    }
+
+    /// Ends all writes: the peer is lost. Those that it has counted have arrived, whether the provider is done or not.
     pub(crate) fn lose(&mut self) {
         for number in 0..self.writes.len() as u16 {
-            self.end(number, Err(WriteError::Lost));
+            let Some(write) = &self.writes[usize::from(number)] else { continue };
+            let result = match (write.acked, write.revoked) {
+                (false, _) => Err(WriteError::Lost),
+                (true, true) => Err(WriteError::Revoked),
+                (true, false) => Ok(()),
+            };
+            self.end(number, result);
         }
         self.queue.clear();
         self.direct.clear();
@@ -433,12 +461,6 @@ impl Outgoing {
     }
 }
 
-/// The peer's registration in a key.
-pub(crate) fn remote(key: &Key) -> Remote {
-    let word = |at: usize| key.0[at..].first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes));
-    Remote { key: word(16), base: word(24) }
-}
-
 /// The longest write that `cut` allows.
 pub(crate) fn longest(cut: Cut) -> usize {
     // An extent's end may cut a part short.
@@ -454,9 +476,11 @@ mod tests {
     const CUT: Cut = Cut { gather: 2, piece: 100 };
 
     fn key(id: u64) -> Key {
-        let mut key = Key::new(id, 1 << 20);
-        key.0[16..24].copy_from_slice(&(id * 10).to_le_bytes());
-        key
+        Key::new(id, 1 << 20)
+    }
+
+    fn valid_at(id: u64) -> Option<Remote> {
+        Some(Remote { key: id * 10, base: 0 })
     }
 
     fn imm(piece: u16) -> Imm {
@@ -474,7 +498,7 @@ mod tests {
         queue(&mut out, id, &[], 99, &mut frames);
         assert_eq!(frames, [Frame::Check(key(id).0)]);
         assert_eq!(out.next(CUT), None, "not before the peer's answer");
-        out.checked(id, true).expect("asked");
+        out.checked(id, valid_at(id)).expect("asked");
         let words = post(&mut out, &mut frames);
         out.completed(0, &mut frames);
         out.acknowledged(words[0], &mut frames).expect("posted");
@@ -573,9 +597,9 @@ mod tests {
         let (mut out, mut frames) = valid(1);
         queue(&mut out, 2, &[10], 3, &mut frames);
         queue(&mut out, 2, &[10], 4, &mut frames);
-        assert!(out.checked(1, true).is_err(), "asked about another");
+        assert!(out.checked(1, valid_at(1)).is_err(), "asked about another");
         queue(&mut out, 3, &[10], 5, &mut frames);
-        out.checked(3, false).expect("asked");
+        out.checked(3, None).expect("asked");
         assert_eq!(out.take_ended(), Some((5, Err(WriteError::Revoked))));
         out.grant = 2;
         for token in 10..14 {
@@ -587,6 +611,37 @@ mod tests {
         assert_eq!(post(&mut out, &mut frames).len(), 1);
         out.lose();
         let lost = std::iter::from_fn(|| out.take_ended()).filter(|(_, result)| *result == Err(WriteError::Lost));
-        assert_eq!(lost.count(), 6);
+        assert_eq!(lost.count(), 5, "the write that was counted has arrived");
+    }
+
+    #[test]
+    fn writes_whose_acknowledgement_was_lost_have_arrived() {
+        let (mut out, mut frames) = valid(1);
+        let Word::Write { imm: first, .. } = Word::decode(words_of(&mut out, &mut frames)) else { panic!("a write") };
+        assert_eq!(first.piece, 10);
+        for token in 11..14 {
+            queue(&mut out, 1, &[10], token, &mut frames);
+        }
+        queue(&mut out, 1, &[250], 14, &mut frames);
+        let words = post(&mut out, &mut frames);
+        // The first of all was the key's; that of token 11 is acknowledged, those of 10, 12 and 14 were counted as well.
+        out.acknowledged(words[0], &mut frames).expect("posted");
+        let Word::Part { slot, turn, .. } = Word::decode(words[3]) else { panic!("a part") };
+        let whole = Word::Part { slot, turn, part: 0 }.encode();
+        let counted = [words[0], Word::Write { imm: first, mark: 1 }.encode(), words[1], whole];
+        assert!(out.settle(1, &counted).is_err(), "fewer than were acknowledged");
+        assert!(out.settle(9, &counted).is_err(), "more than it names");
+        out.settle(5, &counted).expect("posted");
+        out.lose();
+        let mut ended: Vec<_> = std::iter::from_fn(|| out.take_ended()).collect();
+        ended.sort_by_key(|(token, _)| *token);
+        let lost = Err(WriteError::Lost);
+        assert_eq!(ended, [(10, Ok(())), (11, Ok(())), (12, Ok(())), (13, lost), (14, Ok(()))]);
+    }
+
+    /// One write of token 10, posted; its word.
+    fn words_of(out: &mut Outgoing, frames: &mut Vec<Frame>) -> u32 {
+        queue(out, 1, &[10], 10, frames);
+        post(out, frames)[0]
     }
 }

@@ -15,7 +15,7 @@ use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTime
 
 use crate::companion::{Closer, Companion, Ended, Note};
 use crate::count::{Parts, Whole};
-use crate::exposures::Exposures;
+use crate::exposures::{Exposures, Keys};
 use crate::offer::Attributes;
 use crate::outgoing::{Cut, Outgoing, Part, longest};
 use crate::port::{Completion, GATHER, Port, Registered};
@@ -97,6 +97,7 @@ pub struct FabricPlacing {
     free: Vec<usize>,
     out: Outgoing,
     exposures: Exposures,
+    keys: Keys,
     /// Memory of what is built over it.
     adopted: Vec<(Extent, Registered)>,
     counters: Counters,
@@ -106,6 +107,8 @@ pub struct FabricPlacing {
     /// Registrations of the part that the provider takes next, and did not take yet.
     held: Option<Held>,
     completions: Vec<Completion>,
+    /// Events of the peer's writes while this end was joining: the peer had joined first.
+    pub(crate) early: Vec<Event>,
     epoll: Option<Epoll>,
     look: bool,
     full: bool,
@@ -122,6 +125,12 @@ pub struct FabricPlacing {
     watch: Watch,
     /// Immediates without a write that have arrived: the hello is one.
     pub(crate) credits: u32,
+    /// Notes for the object whose rail this is.
+    pub(crate) notes: Vec<Note>,
+    pub(crate) is_rail: bool,
+    pub(crate) is_lane: bool,
+    /// The number of the rail, for its object.
+    pub(crate) number: u16,
     /// Advice for its failure; empty for that of a lane, which is dialled again.
     pub(crate) advice: &'static str,
     stats: [u64; 3],
@@ -169,6 +178,7 @@ impl FabricPlacing {
             free: (0..ops).rev().collect(),
             out: Outgoing::new(wire::PEER_WRITES),
             exposures: Exposures::default(),
+            keys: Keys::default(),
             adopted: Vec::new(),
             counters: Counters::default(),
             seen: Seen::default(),
@@ -176,6 +186,7 @@ impl FabricPlacing {
             owed: Owed::default(),
             held: None,
             completions: Vec::new(),
+            early: Vec::new(),
             epoll,
             look: false,
             full: false,
@@ -188,6 +199,10 @@ impl FabricPlacing {
             failed: None,
             watch: Watch { moved: Instant::now(), stirred: false, asked: None, number: 0, answered: false },
             credits: 0,
+            notes: Vec::new(),
+            is_rail: false,
+            is_lane: false,
+            number: 0,
             advice: "",
             stats: [0; 3],
         };
@@ -219,8 +234,10 @@ impl FabricPlacing {
 
     fn turn(&mut self, events: &mut dyn FnMut(Event)) -> Outcome<bool> {
         self.polls = self.polls.wrapping_add(1);
-        let mut moved = self.drive(events)?;
-        if self.owed.is_due(self.polls.is_multiple_of(CLOCK_EVERY)) {
+        let mut moved = !self.early.is_empty();
+        self.early.drain(..).for_each(&mut *events);
+        moved |= self.drive(events)?;
+        if self.owed.is_due(!moved || self.polls.is_multiple_of(CLOCK_EVERY)) {
             self.acknowledge()?;
         }
         if self.ending.is_some() {
@@ -366,7 +383,7 @@ impl FabricPlacing {
                 let answer = self.outbox.room(self.frames.len()).and_then(|()| self.exposures.check(key));
                 answer.map(|answer| self.frames.push(answer))
             }
-            Frame::Checked { id, valid } => self.out.checked(id, valid),
+            Frame::Checked { id, remote } => self.out.checked(id, remote),
             Frame::Stop(id) => self.out.stop(id, &mut self.frames),
             Frame::Stopped(id) => match self.port.as_mut() {
                 Some(port) => self.exposures.stopped(id, port),
@@ -389,10 +406,63 @@ impl FabricPlacing {
         any
     }
 
+    // ---- for an object of several rails
+
+    /// As [`Placing::expose`], by a key that all rails of the object have in common.
+    ///
+    /// # Safety
+    /// As [`Placing::expose`].
+    pub(crate) unsafe fn expose_as(&mut self, key: Key, memory: &Extent, loan: &Arc<Loan>) -> Result<(), String> {
+        let Some(port) = self.port.as_mut() else { return Err("the peer is lost".to_owned()) };
+        // SAFETY: as the caller guarantees.
+        unsafe { self.exposures.expose(port, key, (memory, loan)) }
+    }
+
+    /// As [`Placing::poll`], but the rail's end ends no write: the object settles them.
+    pub(crate) fn poll_rail(&mut self, events: &mut dyn FnMut(Event)) -> Outcome<bool> {
+        if let Some(error) = &self.failed {
+            return Err(error.clone());
+        }
+        self.turn(events).map_err(|error| self.end_rail(error))
+    }
+
+    /// Ends the rail: nothing is written by the peer over it any more.
+    pub(crate) fn end_rail(&mut self, error: LaneError) -> LaneError {
+        self.shut();
+        self.failed.get_or_insert(error).clone()
+    }
+
+    /// The peer has dropped its object, and not only this rail.
+    pub(crate) fn was_left(&self) -> bool {
+        self.companion.farewell().is_some()
+    }
+
+    /// Number of the peer's writes that were counted, and the words of the last.
+    pub(crate) fn counted(&self) -> (u64, Vec<u32>) {
+        self.owed.counted()
+    }
+
+    /// Ends the writes of a rail that has ended, by what the peer had counted: see [`Outgoing::settle`]. `None`: the peer
+    /// cannot state it any more.
+    ///
+    /// # Errors
+    /// It counted what was not written.
+    pub(crate) fn settle(
+        &mut self,
+        counted: Option<(u64, &[u32])>,
+        events: &mut dyn FnMut(Event),
+    ) -> Result<(), LaneError> {
+        let result = counted.map_or(Ok(()), |(counted, words)| self.out.settle(counted, words));
+        self.out.lose();
+        self.report(events);
+        result.map_err(|why| self.blame(&why))
+    }
+
     // ---- the companion connection, and ends
 
     fn read_companion(&mut self, events: &mut dyn FnMut(Event)) -> Outcome<()> {
         self.look = true;
+        self.companion.flush();
         for _ in 0..NOTES {
             match self.companion.receive() {
                 Ok(None) => {
@@ -407,6 +477,8 @@ impl FabricPlacing {
                     }
                 }
                 Ok(Some(Note::Ready | Note::Joined | Note::Farewell(_))) => {}
+                Ok(Some(note)) if self.is_rail => self.notes.push(note),
+                Ok(Some(_)) => return Err(self.blame("it sent a note for an object of several rails")),
                 Err(ended) => {
                     self.ending = Some((ended, Instant::now()));
                     return self.wind_up(true, events).map(|_| ());
@@ -493,6 +565,10 @@ impl FabricPlacing {
 
     fn close(&mut self) {
         self.companion.send(Note::Farewell(self.lane_sent));
+        self.shut();
+    }
+
+    fn shut(&mut self) {
         // The endpoint first: then memory that is returned is written no more.
         self.port = None;
         self.held = None;
@@ -514,9 +590,9 @@ impl Placing for FabricPlacing {
         if memory.gpu.is_some() && !self.limits.gpu {
             return Err(format!("{} cannot register memory of a GPU: the provider has no HMEM", self.rail));
         }
-        let Some(port) = self.port.as_mut() else { return Err("the peer is lost".to_owned()) };
+        let key = self.keys.draw(memory.len)?;
         // SAFETY: as the caller guarantees.
-        unsafe { self.exposures.expose(port, memory, loan) }
+        unsafe { self.expose_as(key, memory, loan) }.map(|()| key)
     }
 
     fn revoke(&mut self, key: &Key) -> Revoked {
@@ -557,7 +633,7 @@ impl Placing for FabricPlacing {
     }
 
     fn arm(&mut self) -> bool {
-        if self.failed.is_some() || self.port.is_none() {
+        if self.failed.is_some() || self.port.is_none() || !self.early.is_empty() {
             return false;
         }
         self.look = true;
@@ -566,6 +642,7 @@ impl Placing for FabricPlacing {
             return false;
         }
         let idle = !self.full && self.broken.is_none() && !self.out.is_ready() && !self.outbox.is_ready();
+        let idle = idle && self.notes.is_empty() && self.companion.flush();
         let may_wait = idle && !self.exposures.is_stopping() && self.port.as_mut().is_some_and(Port::may_wait);
         // A provider that has moved part of a message since has no completion for it, and no further edge either.
         may_wait && self.epoll.as_ref().is_some_and(|epoll| !is_readable(epoll))

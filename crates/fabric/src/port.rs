@@ -526,8 +526,11 @@ impl Port {
         self.wait
     }
 
-    /// Whether its descriptor may be slept on now.
+    /// Whether its descriptor may be slept on now. Some providers crash when they are asked about a queue without one.
     pub(crate) fn may_wait(&mut self) -> bool {
+        if self.wait.is_none() {
+            return false;
+        }
         let mut fids = [self.cq.cast::<Fid>()];
         // SAFETY: the fabric and the queue are open.
         unsafe {

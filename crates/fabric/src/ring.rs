@@ -14,11 +14,13 @@ const RETURN_AT: u32 = SLOTS as u32 / 2;
 /// Frames that wait for a peer which asks for more.
 const WAITING_MAX: usize = 4 * PEER_WRITES;
 
-/// Time after which received writes are acknowledged, also where this end has answered them by writes of its own, which
-/// the acknowledgement would delay; and the number that does not wait.
-const OWED_FOR: Duration = Duration::from_micros(10);
+/// Time for which received writes wait for others, to be acknowledged with them, also where this end has answered them by
+/// writes of its own, which the acknowledgement would delay; and the number that does not wait.
+const OWED_FOR: Duration = Duration::from_micros(50);
 const ANSWERED_FOR: Duration = Duration::from_micros(200);
 const OWED_MAX: usize = 128;
+/// Writes that were alone at the end of that time are followed by as many that do not wait: their sender awaits each.
+const ALONE: u32 = 16;
 
 /// Words of writes that were counted and not acknowledged yet.
 #[derive(Debug, Default)]
@@ -27,13 +29,28 @@ pub(crate) struct Owed {
     since: Option<Instant>,
     /// This end has posted writes since it acknowledged last.
     answers: bool,
+    /// Number of all writes that were counted, and the words of the last: the peer may miss the acknowledgement of these.
+    counted: u64,
+    last: VecDeque<u32>,
+    /// Acknowledgements of one write each since the last one of several.
+    alone: u32,
 }
 
 impl Owed {
     /// A write was counted.
     pub(crate) fn owe(&mut self, word: u32) {
         self.words.push(word);
+        self.counted += 1;
+        if self.last.len() == PEER_WRITES {
+            self.last.pop_front();
+        }
+        self.last.push_back(word);
         self.since.get_or_insert_with(Instant::now);
+    }
+
+    /// The number of writes that were counted, and the words of the last.
+    pub(crate) fn counted(&self) -> (u64, Vec<u32>) {
+        (self.counted, self.last.iter().copied().collect())
     }
 
     /// This end has posted a write.
@@ -43,8 +60,16 @@ impl Owed {
 
     /// It is time to acknowledge them. `look`: whether to read the clock.
     pub(crate) fn is_due(&self, look: bool) -> bool {
-        let limit = if self.answers { ANSWERED_FOR } else { OWED_FOR };
-        self.words.len() >= OWED_MAX || look && self.since.is_some_and(|since| since.elapsed() >= limit)
+        let is_due = |since: Instant| since.elapsed() >= self.limit();
+        self.words.len() >= OWED_MAX || look && self.since.is_some_and(is_due)
+    }
+
+    fn limit(&self) -> Duration {
+        match self.answers {
+            true => ANSWERED_FOR,
+            false if self.alone.is_multiple_of(ALONE) => OWED_FOR,
+            false => Duration::ZERO,
+        }
     }
 
     /// Queues the acknowledgements.
@@ -54,6 +79,7 @@ impl Owed {
     pub(crate) fn acknowledge(&mut self, outbox: &mut Outbox) -> Result<(), String> {
         if !self.words.is_empty() {
             outbox.room(0)?;
+            self.alone = if self.words.len() == 1 { self.alone.wrapping_add(1) } else { 0 };
         }
         (self.since, self.answers) = (None, false);
         while !self.words.is_empty() {
@@ -227,7 +253,7 @@ mod tests {
         let mut outbox = Outbox::default();
         for number in 0..WAITING_MAX as u64 {
             outbox.room(0).expect("room");
-            outbox.push(Frame::Checked { id: number, valid: false });
+            outbox.push(Frame::Checked { id: number, remote: None });
         }
         assert!(outbox.room(0).is_err_and(|why| why.contains("takes none of")));
         assert!(Outbox::default().room(WAITING_MAX).is_err(), "with those that are not queued yet");
@@ -244,6 +270,24 @@ mod tests {
         assert_eq!(refused, Some(WAITING_MAX as u32), "one frame each");
         (0..OWED_MAX as u32).for_each(|word| owed.owe(word));
         assert!(owed.is_due(false));
+    }
+
+    #[test]
+    fn writes_wait_for_others_unless_their_sender_awaits_each() {
+        let (mut owed, mut outbox) = (Owed::default(), Outbox::default());
+        for round in 0..2 {
+            owed.owe(0);
+            assert_eq!(owed.limit(), OWED_FOR, "round {round}: others may follow");
+            owed.acknowledge(&mut outbox).expect("room");
+            for word in 1..ALONE {
+                owed.owe(word);
+                assert_eq!(owed.limit(), Duration::ZERO, "round {round}, {word}: none has followed");
+                owed.acknowledge(&mut outbox).expect("room");
+            }
+        }
+        [0, 1].iter().for_each(|word| owed.owe(*word));
+        owed.acknowledge(&mut outbox).expect("room");
+        assert_eq!(owed.limit(), OWED_FOR, "several were acknowledged together");
     }
 
     #[test]

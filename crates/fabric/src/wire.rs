@@ -114,8 +114,8 @@ pub(crate) enum Frame {
     Split { slot: u16, turn: u8, parts: u16, dropped: bool, imm: u32 },
     /// The sender is about to write by that key for the first time.
     Check([u8; 32]),
-    /// The key of that id may be written by, or not any more.
-    Checked { id: u64, valid: bool },
+    /// The key of that id may be written by, as a registration of this rail; `None`: not any more.
+    Checked { id: u64, remote: Option<Remote> },
     /// No more writes by the key of that id.
     Stop(u64),
     /// All writes by it were acknowledged, and no others follow.
@@ -129,7 +129,7 @@ impl Frame {
             Frame::Acks(_) => (1u8, 0u8),
             Frame::Split { dropped, .. } => (2, u8::from(*dropped)),
             Frame::Check(_) => (3, 0),
-            Frame::Checked { valid, .. } => (4, u8::from(*valid)),
+            Frame::Checked { remote, .. } => (4, u8::from(remote.is_some())),
             Frame::Stop(_) => (5, 0),
             Frame::Stopped(_) => (6, 0),
         };
@@ -145,7 +145,11 @@ impl Frame {
                 out.extend([*turn, 0, 0, 0]);
             }
             Frame::Check(key) => out.extend(key),
-            Frame::Checked { id, .. } | Frame::Stop(id) | Frame::Stopped(id) => out.extend(id.to_le_bytes()),
+            Frame::Checked { id, remote } => {
+                let remote = remote.unwrap_or(Remote { key: 0, base: 0 });
+                [*id, remote.key, remote.base].iter().for_each(|word| out.extend(word.to_le_bytes()));
+            }
+            Frame::Stop(id) | Frame::Stopped(id) => out.extend(id.to_le_bytes()),
         }
         let len = (out.len() - HEAD) as u16;
         out[2..4].copy_from_slice(&len.to_le_bytes());
@@ -177,7 +181,10 @@ impl Frame {
                 }
             }
             3 => content.try_into().map(Frame::Check).map_err(|_| wrong()),
-            4 => Ok(Frame::Checked { id: id()?, valid: flags != 0 }),
+            4 if len == 24 => {
+                let remote = Remote { key: u64_at(content, 8), base: u64_at(content, 16) };
+                Ok(Frame::Checked { id: u64_at(content, 0), remote: (flags != 0).then_some(remote) })
+            }
             5 => Ok(Frame::Stop(id()?)),
             6 => Ok(Frame::Stopped(id()?)),
             _ => Err(wrong()),
@@ -197,7 +204,7 @@ pub(crate) fn u64_at(bytes: &[u8], at: usize) -> u64 {
 pub(crate) const INTRODUCTION: usize = 96 + NAME_MAX;
 /// Bytes that what is built over the two ends adds to it: its kind, and where its memory is.
 pub(crate) const GREETING: usize = 32;
-const MAGIC: [u8; 4] = *b"XRF1";
+const MAGIC: [u8; 4] = *b"XRF2";
 
 /// An end's announcement over the authenticated connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -310,7 +317,8 @@ mod tests {
             Frame::Split { slot: 511, turn: 200, parts: PARTS_MAX, dropped: false, imm: 77 },
             Frame::Split { slot: 0, turn: 0, parts: 0, dropped: true, imm: 0 },
             Frame::Check(key),
-            Frame::Checked { id: u64::MAX, valid: true },
+            Frame::Checked { id: u64::MAX, remote: Some(Remote { key: 7, base: u64::MAX - 1 }) },
+            Frame::Checked { id: 1, remote: None },
             Frame::Stop(1),
             Frame::Stopped(2),
         ] {

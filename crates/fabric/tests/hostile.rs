@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use crossrail_fabric::examine::{Test, write_into};
-use crossrail_fabric::{FabricPlacing, Offer, Wanted, attach, attach_lane};
+use crossrail_fabric::{FabricPlacing, FabricRails, Joined, Offer, Wanted, attach, attach_lane, attach_rail};
 use crossrail_transport::conformance as lanes;
 use crossrail_transport::placing::conformance::{self, Pair};
 use crossrail_transport::placing::{Counter, Event, Extent, Imm, Key, PIECES_MAX, Placing, WriteError};
@@ -26,7 +26,7 @@ const LIMIT: Duration = Duration::from_secs(30);
 const PROVIDERS: [&str; 6] = ["hostile", "tcp", "efa", "efa-direct", "cxi", "verbs;ofi_rxm"];
 /// Places that are written, and the bytes of each.
 const PLACES: usize = 8;
-const ROOM: usize = 90_000;
+const ROOM: usize = 300_000;
 /// Least limits that the crate works with; below, it refuses the provider.
 const LEAST: (u64, u64) = (8, 1 << 16);
 
@@ -64,10 +64,27 @@ enum Act {
     Fail,
     /// A registration fails.
     NoMemory,
+    /// A rail is lost, of several.
+    Lose,
+    /// A rail is lost, and another is added.
+    Replace,
 }
 
 const ACTS: [Act; 8] =
     [Act::Nothing, Act::Nothing, Act::Nothing, Act::Revoke, Act::Recall, Act::Drop, Act::Fail, Act::NoMemory];
+/// With several rails.
+const RAIL_ACTS: [Act; 10] = [
+    Act::Nothing,
+    Act::Lose,
+    Act::Lose,
+    Act::Lose,
+    Act::Replace,
+    Act::Revoke,
+    Act::Recall,
+    Act::Drop,
+    Act::Fail,
+    Act::NoMemory,
+];
 
 /// A write in flight.
 struct Sent {
@@ -79,7 +96,7 @@ struct Sent {
 
 struct End {
     // First: nothing refers to the memory below when it is dropped.
-    placing: Option<FabricPlacing>,
+    placing: Option<Box<dyn Placing>>,
     name: &'static str,
     heap: Vec<u8>,
     key: Key,
@@ -99,7 +116,7 @@ struct End {
 }
 
 impl End {
-    fn new(placing: FabricPlacing, name: &'static str) -> Result<End, String> {
+    fn new(placing: Box<dyn Placing>, name: &'static str) -> Result<End, String> {
         let mut end = End {
             placing: Some(placing),
             name,
@@ -206,14 +223,15 @@ impl End {
     }
 }
 
-fn offers(hostile: &Hostile, provider: &str) -> Result<Offer, String> {
+fn offers(hostile: &Hostile, provider: &str) -> Result<Vec<Offer>, String> {
     let wanted = Wanted { provider: Some(provider), ..Wanted::default() };
     let mut offers = hostile.fabric.offers(&wanted).map_err(|error| error.to_string())?;
     assert!(offers.iter().all(|offer| offer.provider == provider), "{offers:?}");
-    Ok(offers.swap_remove(0))
+    offers.sort_by(|a, b| a.domain.cmp(&b.domain));
+    Ok(offers)
 }
 
-type Joined = Result<FabricPlacing, crossrail_types::Error>;
+type Joining<T> = Result<T, crossrail_types::Error>;
 
 /// Both ends of a connection, and a further descriptor of the first.
 fn streams() -> (TcpStream, TcpStream, TcpStream) {
@@ -225,7 +243,7 @@ fn streams() -> (TcpStream, TcpStream, TcpStream) {
 }
 
 /// Both ends, and a descriptor of their connection, which does not end while that is open.
-fn join(offer: &Offer) -> (Joined, Joined, TcpStream) {
+fn join(offer: &Offer) -> (Joining<FabricPlacing>, Joining<FabricPlacing>, TcpStream) {
     let (here, there, beside) = streams();
     let deadline = Instant::now() + LIMIT;
     std::thread::scope(|scope| {
@@ -233,6 +251,71 @@ fn join(offer: &Offer) -> (Joined, Joined, TcpStream) {
         let one = attach(here, offer, "b", "fabric/test", deadline);
         (one, other.join().expect("no panic"), beside)
     })
+}
+
+/// Both ends of one rail.
+fn join_rail(offer: &Offer, number: u16) -> (Joining<Joined>, Joining<Joined>, TcpStream) {
+    let (here, there, beside) = streams();
+    let deadline = Instant::now() + LIMIT;
+    let name = format!("fabric/test{number}");
+    let joined = |rail| Joined { rail, interface: None };
+    std::thread::scope(|scope| {
+        let other = scope.spawn(|| attach_rail(there, offer, ("a", &name), None, deadline).map(joined));
+        let one = attach_rail(here, offer, ("b", &name), Some(number), deadline).map(joined);
+        (one, other.join().expect("no panic"), beside)
+    })
+}
+
+type Boxed = Joining<Box<dyn Placing>>;
+
+/// Rails between the ends, and how more are added.
+struct Rails<'a> {
+    offers: &'a [Offer],
+    count: u16,
+    /// Descriptors of their connections.
+    beside: Vec<TcpStream>,
+    doors: Vec<Arc<crossrail_fabric::Door>>,
+}
+
+impl Rails<'_> {
+    fn offer(&self, number: u16) -> &Offer {
+        &self.offers[usize::from(number) % self.offers.len()]
+    }
+
+    /// Both ends over `count` rails; one is an object of its own.
+    fn join(&mut self) -> (Boxed, Boxed) {
+        if self.count == 1 {
+            let (a, b, _) = join(self.offer(0));
+            let boxed = |end: Joining<FabricPlacing>| end.map(|placing| Box::new(placing) as Box<dyn Placing>);
+            return (boxed(a), boxed(b));
+        }
+        let (mut ours, mut theirs) = (Vec::new(), Vec::new());
+        for number in 0..self.count {
+            let (a, b, beside) = join_rail(self.offer(number), number);
+            ours.push(a);
+            theirs.push(b);
+            self.beside.push(beside);
+        }
+        let mut object = |peer: &str, rails: Vec<Joining<Joined>>| {
+            let rails = rails.into_iter().collect::<Joining<Vec<Joined>>>()?;
+            let object = FabricRails::new(peer, rails)?;
+            self.doors.push(Arc::clone(object.door()));
+            Ok(Box::new(object) as Box<dyn Placing>)
+        };
+        (object("b", ours), object("a", theirs))
+    }
+
+    fn lose(&self, dice: &mut Dice) {
+        let beside = &self.beside[dice.roll(self.beside.len() as u64) as usize];
+        let _ = beside.shutdown(std::net::Shutdown::Both);
+    }
+
+    fn add(&mut self) {
+        let (a, b, _) = join_rail(self.offer(self.count), self.count);
+        self.doors[0].add(a.expect("a rail"));
+        self.doors[1].add(b.expect("a rail"));
+        self.count += 1;
+    }
 }
 
 /// Counts of what all runs have shown.
@@ -243,6 +326,9 @@ struct Shown {
     failed_joins: u64,
     failed_exposures: u64,
     lost: u64,
+    /// Lost rails of objects that continued, and shares of writes that other rails took over.
+    rails: u64,
+    reposted: u64,
     counts: HashMap<&'static str, u64>,
 }
 
@@ -250,7 +336,9 @@ const COUNTS: [&str; 7] = ["posts", "refused", "repeated", "early", "out_of_orde
 
 fn run(hostile: &Hostile, seed: u64, shown: &mut Shown) {
     let mut dice = Dice(seed);
-    let act = ACTS[dice.roll(ACTS.len() as u64) as usize];
+    let rails = [1, 1, 2, 3][dice.roll(4) as usize];
+    let acts = if rails == 1 { &ACTS[..] } else { &RAIL_ACTS[..] };
+    let act = acts[dice.roll(acts.len() as u64) as usize];
     let provider = PROVIDERS[dice.roll(PROVIDERS.len() as u64) as usize];
     let mut options = String::new();
     if act == Act::Fail {
@@ -269,8 +357,8 @@ fn run(hostile: &Hostile, seed: u64, shown: &mut Shown) {
     }
     hostile.begin(seed, &options);
     shown.runs += 1;
-    let offer = match offers(hostile, provider) {
-        Ok(offer) => offer,
+    let offers = match offers(hostile, provider) {
+        Ok(offers) => offers,
         Err(error) => {
             let too_small = hostile.option("tx") < LEAST.0 || hostile.option("msg") < LEAST.1;
             assert!(too_small && error.contains(provider), "{provider} is refused: {error}");
@@ -279,18 +367,25 @@ fn run(hostile: &Hostile, seed: u64, shown: &mut Shown) {
             return assert_eq!(hostile.violations(true), "");
         }
     };
-    let (a, b, beside) = join(&offer);
-    drop(beside);
-    match (a, b) {
+    let mut rails = Rails { offers: &offers, count: rails, beside: Vec::new(), doors: Vec::new() };
+    match rails.join() {
         (Ok(a), Ok(b)) => match (End::new(a, "a"), End::new(b, "b")) {
             (Ok(mut a), Ok(mut b)) => {
-                traffic(hostile, (&mut a, &mut b), act, &mut dice);
+                traffic(hostile, (&mut a, &mut b), (act, &mut rails), &mut dice);
                 shown.lost += u64::from(a.error.is_some() || b.error.is_some());
+                for rail in [&a, &b].into_iter().filter(|end| end.is_up()).flat_map(|end| end.placing.as_ref()) {
+                    let rails = rail.rails();
+                    shown.rails += rails.iter().filter(|rail| rail.lost.is_some()).count() as u64;
+                    shown.reposted += rails.iter().map(|rail| rail.reposted).sum::<u64>();
+                }
                 drop((a, b));
             }
             (a, b) => {
                 let why = [a.err(), b.err()].into_iter().flatten().collect::<Vec<_>>().join("; ");
-                assert!(act == Act::NoMemory && why.contains("fi_mr_regattr of 720000 bytes: "), "{why}");
+                assert!(
+                    act == Act::NoMemory && why.contains(&format!("fi_mr_regattr of {} bytes: ", PLACES * ROOM)),
+                    "{why}"
+                );
                 shown.failed_exposures += 1;
             }
         },
@@ -306,7 +401,8 @@ fn run(hostile: &Hostile, seed: u64, shown: &mut Shown) {
             shown.failed_joins += 1;
         }
     }
-    drop(offer);
+    drop(rails);
+    drop(offers);
     assert_eq!(hostile.handlers(), 0, "signal handlers of the library are installed");
     for name in COUNTS {
         *shown.counts.entry(name).or_default() += hostile.count(name);
@@ -316,7 +412,7 @@ fn run(hostile: &Hostile, seed: u64, shown: &mut Shown) {
 }
 
 /// Writes both ways while `act` happens; then all of it has ended.
-fn traffic(hostile: &Hostile, (a, b): (&mut End, &mut End), act: Act, dice: &mut Dice) {
+fn traffic(hostile: &Hostile, (a, b): (&mut End, &mut End), (act, rails): (Act, &mut Rails<'_>), dice: &mut Dice) {
     const WRITES: u64 = 60;
     let when = dice.roll(WRITES);
     let start = Instant::now();
@@ -335,29 +431,17 @@ fn traffic(hostile: &Hostile, (a, b): (&mut End, &mut End), act: Act, dice: &mut
         }
         if dice.roll(3) != 0 {
             a.poll(b);
+        } else if let Some(placing) = a.placing.as_mut() {
+            // As a driver that means to sleep does, which polls where there is nothing to sleep on.
+            let sleeps = placing.arm();
+            assert!(!sleeps || placing.fd().is_some(), "nothing to sleep on");
         }
         if dice.roll(3) != 0 {
             b.poll(a);
         }
         if !acted && posted >= when {
             acted = true;
-            let key = b.key;
-            match act {
-                Act::Revoke => {
-                    if let Some(placing) = b.placing.as_mut() {
-                        placing.revoke(&key);
-                    }
-                }
-                Act::Recall => {}
-                Act::Drop => {
-                    (b.placing, b.dropped) = (None, true);
-                    b.close();
-                }
-                Act::Nothing | Act::Fail | Act::NoMemory => {}
-            }
-            if matches!(act, Act::Revoke | Act::Recall) {
-                b.loan.recall();
-            }
+            begin(act, b, rails, dice);
         }
         if acted && matches!(act, Act::Revoke | Act::Recall) && !b.closed && b.loan.is_returned() {
             b.close();
@@ -391,10 +475,36 @@ fn traffic(hostile: &Hostile, (a, b): (&mut End, &mut End), act: Act, dice: &mut
         b.poll(a);
     }
     if a.is_up() && b.is_up() {
-        // Those of both rings, of both stagings, and of both heaps: none of a write that has ended.
-        assert!(hostile.count("registrations") <= 6, "registrations of writes that have ended are open");
+        // Those of both rings, of both stagings, and of both heaps, over each rail: none of a write that has ended.
+        let most = 6 * u64::from(rails.count);
+        assert!(hostile.count("registrations") <= most, "registrations of writes that have ended are open");
     }
     verdict(a, b, act);
+}
+
+/// Begins a disturbance.
+fn begin(act: Act, b: &mut End, rails: &mut Rails<'_>, dice: &mut Dice) {
+    let key = b.key;
+    match act {
+        Act::Revoke => {
+            if let Some(placing) = b.placing.as_mut() {
+                placing.revoke(&key);
+            }
+        }
+        Act::Drop => {
+            (b.placing, b.dropped) = (None, true);
+            b.close();
+        }
+        Act::Lose => rails.lose(dice),
+        Act::Replace => {
+            rails.lose(dice);
+            rails.add();
+        }
+        Act::Recall | Act::Nothing | Act::Fail | Act::NoMemory => {}
+    }
+    if matches!(act, Act::Revoke | Act::Recall) {
+        b.loan.recall();
+    }
 }
 
 fn verdict(a: &End, b: &End, act: Act) {
@@ -447,6 +557,7 @@ fn every_seed_keeps_every_promise() {
             assert!(shown.counts[name] > 0, "no seed has shown {name}");
         }
         assert!(shown.failed_joins > 0 && shown.failed_exposures > 0 && shown.lost > 0 && shown.refused_offers > 0);
+        assert!(shown.rails > 10 && shown.reposted > 10, "{shown:?}");
     }
 }
 
@@ -457,7 +568,7 @@ fn the_conformance_suite_passes() {
     let Some(hostile) = Hostile::load() else { return };
     for (seed, provider) in (1..).zip(PROVIDERS) {
         hostile.begin(seed, "tx=64,msg=1048576,move=200,eagain=8,burst=5");
-        let offer = offers(&hostile, provider).expect("usable");
+        let offer = offers(&hostile, provider).expect("usable").swap_remove(0);
         conformance::run(provider, &mut || {
             let (a, b, beside) = join(&offer);
             let lose = Box::new(move |_rail| drop(beside.shutdown(std::net::Shutdown::Both)));
@@ -476,7 +587,7 @@ fn the_conformance_suite_of_lanes_passes() {
     let Some(hostile) = Hostile::load() else { return };
     for (seed, provider) in (21..).zip(PROVIDERS) {
         hostile.begin(seed, "tx=64,msg=1048576,move=200,eagain=8,burst=5,linger=1");
-        let offer = offers(&hostile, provider).expect("usable");
+        let offer = offers(&hostile, provider).expect("usable").swap_remove(0);
         lanes::run(provider, &mut || {
             let (here, there, _) = streams();
             let deadline = Instant::now() + LIMIT;
@@ -489,6 +600,51 @@ fn the_conformance_suite_of_lanes_passes() {
         });
         drop(offer);
         assert_eq!(hostile.violations(true), "", "{provider}");
+    }
+}
+
+/// Memory of GPUs is registered where the provider offers it; elsewhere the reason is named. The library's GPU is the
+/// memory of this process.
+#[test]
+fn memory_of_gpus_is_registered_where_the_provider_has_hmem() {
+    let _turn = turn();
+    let Some(hostile) = Hostile::load() else { return };
+    for (provider, hmem, able) in [("efa", 1, true), ("hostile", 1, true), ("efa", 0, false), ("tcp", 1, false)] {
+        let what = format!("{provider}, hmem={hmem}");
+        hostile.begin(5, &format!("hmem={hmem},nics=1,tx=64,msg=1048576,move=200,fail_at=0,mr_fail=0"));
+        let wanted = Wanted { provider: Some(provider), ..Wanted::default() };
+        let offer = hostile.fabric.offers_for_gpus(&wanted).expect("usable").remove(0);
+        assert_eq!(offer.attributes.hmem, able, "{what}");
+        let (one, other, beside) = join(&offer);
+        let (mut one, mut other) = (one.expect("joined"), other.expect("joined"));
+        assert_eq!(one.limits().gpu, able, "{what}");
+        let (bytes, mut heap) = (vec![7u8; ROOM], vec![0u8; ROOM]);
+        let source = Extent { gpu: Some(3), ..Extent::host(bytes.as_ptr(), ROOM) };
+        let target = Extent { gpu: Some(3), ..Extent::host(heap.as_mut_ptr(), ROOM) };
+        // SAFETY: the objects are dropped before the memory.
+        let exposed = unsafe { (one.expose(&source, &Arc::default()), other.expose(&target, &Arc::default())) };
+        let registered = hostile.count("registered");
+        if able {
+            let (Ok(_), Ok(key)) = exposed else { panic!("{what}: {exposed:?}") };
+            let imm = Imm { counter: other.count(1).expect("a counter"), piece: 0 };
+            for turn in 0..3 {
+                // SAFETY: as above.
+                assert_eq!(unsafe { one.write(&[source], &key, 0, imm, turn) }, Ok(Post::Held), "{what}");
+                let (mut ended, mut arrived, start) = (0, 0, Instant::now());
+                while (ended, arrived) != (1, 1) {
+                    one.poll(&mut |event| ended += u32::from(matches!(event, Event::Ended { .. }))).expect("up");
+                    other.poll(&mut |event| arrived += u32::from(event == Event::Arrived(imm))).expect("up");
+                    assert!(start.elapsed() < LIMIT, "{what}: {ended} {arrived}");
+                }
+            }
+            assert_eq!(hostile.count("registered"), registered, "{what}: exposed memory is registered once");
+        } else {
+            let (_, Err(why)) = exposed else { panic!("{what}: {exposed:?}") };
+            assert!(why.contains("the provider has no HMEM"), "{what}: {why}");
+        }
+        drop((one, other, beside, offer));
+        assert!(!able || heap == bytes, "{what}");
+        assert_eq!(hostile.violations(true), "", "{what}");
     }
 }
 
@@ -505,7 +661,7 @@ fn a_lost_link_is_named() {
     for offer in &offers {
         let (a, b, beside) = join(offer);
         drop(beside);
-        let of = |end: Joined, name| End::new(end.expect("joined"), name).expect("exposed");
+        let of = |end: Joining<FabricPlacing>, name| End::new(Box::new(end.expect("joined")), name).expect("exposed");
         pairs.push((of(a, "a"), of(b, "b")));
     }
     let mut dice = Dice(1);
@@ -545,7 +701,7 @@ fn tests_of_a_device_find_what_it_does() {
     let steady = "tx=64,msg=4194304,cuts=8,early=0,eagain=0,withhold=0,null=0,repeat=0";
     for (fence, speed) in [(0, 40), (1, 40)] {
         hostile.begin(11, &format!("{steady},move={speed},fence={fence}"));
-        let offer = offers(&hostile, "hostile").expect("usable");
+        let offer = offers(&hostile, "hostile").expect("usable").swap_remove(0);
         let facts = Test::Fence.run(&offer).expect("it runs");
         assert_eq!((facts["began"], facts["fenced"]), (1.0, f64::from(fence)), "{facts:?}");
         assert_eq!(facts["after_bytes"] > 0.0, fence == 0, "{facts:?}");
@@ -555,7 +711,7 @@ fn tests_of_a_device_find_what_it_does() {
         assert_eq!(hostile.violations(true), "");
     }
     hostile.begin(12, &format!("{steady},move=256,data=4"));
-    let offer = offers(&hostile, "efa").expect("usable");
+    let offer = offers(&hostile, "efa").expect("usable").swap_remove(0);
     let facts = Test::Write.run(&offer).expect("it runs");
     assert!(facts["latency_us"] > 0.0 && facts["gb_per_s"] > 0.0, "{facts:?}");
     let facts = Test::Register.run(&offer).expect("it runs");
@@ -570,7 +726,7 @@ fn tests_of_a_device_find_what_it_does() {
     assert_eq!(hostile.violations(true), "");
     // A provider that fails is named.
     hostile.begin(13, &format!("{steady},move=255,fail_at=3"));
-    let offer = offers(&hostile, "hostile").expect("usable");
+    let offer = offers(&hostile, "hostile").expect("usable").swap_remove(0);
     let error = Test::Write.run(&offer).expect_err("an operation fails").to_string();
     assert!(error.contains("4111") && error.contains("a write of 8 bytes"), "{error}");
     drop(offer);

@@ -86,6 +86,17 @@ fn both_families_get_answers_and_reasons() {
 }
 
 #[test]
+fn an_error_names_the_address_that_was_asked_for() {
+    let port = Echo::start(&settings()).port(); // closed again
+    let secret = Secret::Shared(SECRET.as_bytes().to_vec());
+    for (host, place) in [("127.0.0.1", format!("127.0.0.1:{port}")), ("::1", format!("[::1]:{port}"))] {
+        let deadline = Instant::now() + Duration::from_secs(20);
+        let error = request(host, port, &secret, 2, b"", deadline).expect_err("nobody listens");
+        assert_eq!((error.kind, error.peer.as_deref()), (ErrorKind::Unreachable, Some(&*place)), "{error}");
+    }
+}
+
+#[test]
 fn a_flood_of_unproven_connections_keeps_no_client_out() {
     let echo = Echo::start(&settings());
     let port = echo.port();

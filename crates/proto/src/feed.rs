@@ -195,7 +195,7 @@ pub(crate) fn guided(left: u64, rate: u64, rates: u64, lanes: u64, chunk: u64, m
     // A power of two, so that noise in the rate matters little.
     let worth = if lanes > 1 { (rate / (1_000_000_000 / CHUNK_TIME)).min(chunk).next_power_of_two() } else { 0 };
     // A slow lane's part of a short transfer may be less than a chunk otherwise is.
-    let least = if rates == 0 { CHUNK_MIN } else { part.clamp(PART_MIN, CHUNK_MIN) }.max(worth).min(chunk);
+    let least = part.clamp(PART_MIN, CHUNK_MIN).max(worth).min(chunk);
     // A lone lane has nobody to finish together with. Whole pages, so that the memory's alignment is kept from chunk to
     // chunk.
     let size = (if lanes > 1 { part / 4 } else { part.min(LONE.max(chunk / 4)) }).clamp(least, chunk) & !4095;
@@ -257,7 +257,7 @@ mod tests {
         assert_eq!(size(8 << 20, 1), 64 << 10);
         assert_eq!(size(4 << 20, 1), 40 << 10, "its part");
         assert_eq!(size(100 << 10, 1), 16 << 10, "more than its part");
-        assert_eq!(guided(100 << 10, 0, 0, 4, 2 << 20, 1 << 30), 64 << 10, "rates are not known");
+        assert_eq!(guided(100 << 10, 0, 0, 4, 2 << 20, 1 << 30), 24 << 10, "rates are not known: each has a part");
         assert_eq!(size(1000, 1), 1000);
         assert_eq!(guided(8 << 20, 0, 0, 4, 2 << 20, 1 << 30), 512 << 10);
         assert_eq!(guided(8 << 20, 0, 0, 4, 2 << 20, 5000), 5000);

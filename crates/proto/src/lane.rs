@@ -13,6 +13,13 @@ const AVERAGED: u64 = 10_000_000;
 /// Minimum number of bytes to send per connection of a rail before the next connection is used.
 const PART_MIN: u64 = 2 << 20;
 
+/// Minimum and maximum number of bytes that other lanes carry, while a lane carries none, until its rate is measured
+/// again: it may have been late for once, or have become faster. Twice as many after each time.
+const DOUBTED_AFTER: (u64, u64) = (2 << 20, 1 << 30);
+
+/// Age in nanoseconds at which a rate is measured again, too: it shows nothing any more.
+pub(crate) const OLD: u64 = 1_000_000_000;
+
 /// A chunk on its way.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sent {
@@ -70,6 +77,9 @@ pub(crate) struct Lane {
     meter: Meter,
     /// When chunks were last acknowledged, or the lane came up.
     pub(crate) measured: Time,
+    /// Bytes that all lanes had brought then, and how many more until its rate is doubted.
+    seen: u64,
+    doubted_after: u64,
     /// Its rail, and its place among the rail's connections; `None`: it is its rail's only one.
     pub(crate) place: Option<(u16, u16)>,
     /// Connections of its rail before it.
@@ -96,6 +106,8 @@ impl Lane {
             suspected: false,
             meter: Meter::over(AVERAGED),
             measured: now,
+            seen: 0,
+            doubted_after: DOUBTED_AFTER.0,
             place: None,
             rank: 0,
             spare: false,
@@ -157,6 +169,26 @@ impl Lane {
             self.restart_silence_timer(now);
             self.measured = now;
         }
+    }
+
+    /// True if its rate is to be measured again. `brought`: bytes that all lanes have brought so far.
+    pub(crate) fn is_doubtful(&self, now: Time, brought: u64) -> bool {
+        self.sent_bytes == 0
+            && (now.since(self.measured) >= OLD || brought.saturating_sub(self.seen) >= self.doubted_after)
+    }
+
+    /// A chunk is about to be sent; whether its rate is doubtful.
+    pub(crate) fn judge(&mut self, doubtful: bool) {
+        if doubtful {
+            self.meter.doubt();
+        }
+        let after = if doubtful { self.doubted_after * 2 } else { self.doubted_after / 2 };
+        self.doubted_after = after.clamp(DOUBTED_AFTER.0, DOUBTED_AFTER.1);
+    }
+
+    /// It was measured when all lanes had brought that many bytes.
+    pub(crate) fn measured_at(&mut self, brought: u64) {
+        self.seen = brought;
     }
 
     /// Measured bytes per second, 0 while unknown.

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak};
 
 use crossrail_types::{Error, ErrorKind, Origin, Result};
@@ -152,10 +152,51 @@ fn refuse_hopeless(size: usize) -> std::result::Result<(), String> {
     {
         return Err(format!("RLIMIT_FSIZE is {limit} bytes"));
     }
+    if LEFT.take(size as u64) {
+        return Ok(());
+    }
     match crossrail_topology::host_memory() {
         Some(memory) if size as u64 > memory.available => Err(memory.to_string()),
-        _ => Ok(()),
+        Some(memory) => {
+            LEFT.set(memory.available - size as u64);
+            Ok(())
+        }
+        None => Ok(()),
     }
+}
+
+/// Time for which small allocations share a lookup of free memory: every lane has one, and a lookup reads a dozen files.
+const FRESH_MS: u64 = 1000;
+/// Of what is free, an allocation without another lookup takes this part at most.
+const SMALL: u64 = 64;
+
+static LEFT: Left = Left { until_ms: AtomicU64::new(0), bytes: AtomicU64::new(0) };
+
+/// Memory that was free a moment ago, less what was allocated since. Without a lock, which a forked child would inherit.
+struct Left {
+    until_ms: AtomicU64,
+    bytes: AtomicU64,
+}
+
+impl Left {
+    fn set(&self, bytes: u64) {
+        self.bytes.store(bytes, Ordering::Relaxed);
+        self.until_ms.store(now_ms() + FRESH_MS, Ordering::Release);
+    }
+
+    /// False: free memory has to be looked up.
+    fn take(&self, size: u64) -> bool {
+        let less = |left: u64| left.checked_sub(size).filter(|_| size <= left / SMALL);
+        now_ms() < self.until_ms.load(Ordering::Acquire)
+            && self.bytes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less).is_ok()
+    }
+}
+
+fn now_ms() -> u64 {
+    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: writes to `now` alone.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC_COARSE, &raw mut now) };
+    now.tv_sec as u64 * 1000 + now.tv_nsec as u64 / 1_000_000
 }
 
 fn failed(source: &io::Error, call: &str, exhausted: impl FnOnce(String) -> Error) -> Error {
@@ -216,5 +257,22 @@ impl Drop for Inner {
         for wire in wires {
             wire.segment_gone(self.id);
         }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn small_allocations_share_a_lookup_and_large_ones_have_their_own() {
+        let left = Left { until_ms: AtomicU64::new(0), bytes: AtomicU64::new(0) };
+        assert!(!left.take(1), "nothing is known yet");
+        left.set(1000 * SMALL);
+        assert!(!left.take(1001), "too much of what is free");
+        assert!(left.take(1000) && !left.take(1000), "what was taken is not free any more");
+        assert!(left.take(900));
+        left.until_ms.store(0, Ordering::Relaxed);
+        assert!(!left.take(1), "long ago");
     }
 }

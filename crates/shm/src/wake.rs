@@ -45,14 +45,19 @@ const BARRIER: i32 = libc::MEMBARRIER_CMD_GLOBAL_EXPEDITED;
 /// Far longer than a processor takes to drain its store buffer, and a fraction of the cost of sleeping.
 const SETTLE: Duration = Duration::from_micros(5);
 
-/// Registers this process; whether its membarrier works. Once is enough; further times cost nothing.
+/// Registers this process; whether its membarrier works. Further times cost nothing: a forked child inherits it.
 pub(crate) fn register() -> bool {
+    if WORKS.load(Ordering::Relaxed) {
+        return true;
+    }
     let registered = membarrier(REGISTER) && membarrier(BARRIER);
+    WORKS.store(registered, Ordering::Relaxed);
     TRIED.store(true, Ordering::Relaxed);
     registered
 }
 
 static TRIED: AtomicBool = AtomicBool::new(false);
+static WORKS: AtomicBool = AtomicBool::new(false);
 
 /// Does the expensive part of creating this process's first lane now: a grace period of the kernel, 10 ms and more once
 /// the process has several threads. Optional.

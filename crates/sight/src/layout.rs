@@ -343,6 +343,19 @@ kinds! {
         /// Times at which it began to poll again.
         wake_ups: Count,
     }
+    /// Dispatches, or combines, of an expert buffer in GPU memory, whose bytes by link the host counts now and then.
+    Exchange = 11 "exchange" in exchange {
+        /// Operations whose bytes were counted.
+        counted: Count,
+        /// Bytes of the last one, sent to ranks whose memory the GPU writes.
+        nvlink_out_bytes: NowBytes,
+        /// Bytes of the last one, received from such ranks.
+        nvlink_in_bytes: NowBytes,
+        /// Bytes of the last one, sent over the network.
+        network_out_bytes: NowBytes,
+        /// Bytes of the last one, received from the network.
+        network_in_bytes: NowBytes,
+    }
 }
 
 /// The index, among a row's words, of the first word of that value.

@@ -79,7 +79,7 @@ fn labels_of(kind: Kind, form: Form) -> Vec<&'static str> {
     match kind {
         _ if form == Form::Errors => vec!["reason"],
         Kind::Process => Vec::new(),
-        Kind::Link | Kind::Gpu | Kind::Proxy => vec!["owner", kind.name(), "peer"],
+        Kind::Link | Kind::Gpu | Kind::Proxy | Kind::Exchange => vec!["owner", kind.name(), "peer"],
         _ => vec!["owner", kind.name()],
     }
 }

@@ -232,7 +232,7 @@ impl Sender {
                 break;
             }
             let Some(tx) = sink.next(lane) else { break };
-            let by_reference = tx.payload.list.is_none();
+            let by_reference = tx.payload.list.is_none() && !tx.payload.reused;
             let out = Outgoing {
                 head: tx.head,
                 len: tx.payload.len,

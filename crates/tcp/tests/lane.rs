@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use common::{Keeper, binding, frame, lane, lane_and_socket, poll_to_error, poll_until, streams, wire};
 use crossrail_tcp::{dial, listen};
 use crossrail_transport::{Lane, LaneError, Post};
-use crossrail_types::{ErrorKind, Head};
+use crossrail_types::{ErrorKind, HEAD_LEN, Head};
 use socket2::SockRef;
 
 #[test]
@@ -91,6 +91,23 @@ fn fragmented_frames_are_reassembled() {
     }
     assert_eq!(sink.places, [b"one".to_vec(), Vec::new(), vec![7; 300]]);
     assert_eq!(lane.stats().rx_bytes, bytes.len() as u64);
+}
+
+/// A bounce slot is used again once its lane has ended, before the peer has read what the kernel holds.
+#[test]
+fn memory_that_is_reused_is_not_sent_by_reference() {
+    let (mut lane, mut socket) = lane_and_socket();
+    let mut bytes = vec![7u8; 128 << 10];
+    let mut tx = frame(&bytes);
+    tx.payload.reused = true;
+    let mut sink = Keeper { queue: [tx].into(), ..Keeper::default() };
+    poll_until(&mut lane, &mut sink, |sink| sink.sent == 1);
+    bytes.fill(9);
+    drop(lane);
+    let mut read = Vec::new();
+    socket.read_to_end(&mut read).expect("all of it");
+    assert_eq!(read.len(), HEAD_LEN + bytes.len());
+    assert!(read[HEAD_LEN..].iter().all(|byte| *byte == 7), "the kernel referred to the memory");
 }
 
 #[test]

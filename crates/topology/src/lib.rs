@@ -36,6 +36,11 @@ pub fn nics() -> Result<Vec<Nic>> {
     Tree::default().nics()
 }
 
+/// A NIC that need not have a network interface, as an RDMA device, by the PCI address of its hardware.
+pub fn hardware(name: &str, pci: &str) -> Nic {
+    nic::hardware(&Tree::default(), name, pci)
+}
+
 /// The NVIDIA GPUs on the PCI bus, ordered by address, whether or not a driver is loaded.
 pub fn gpus() -> Vec<GpuSeen> {
     Tree::default().gpus()

@@ -104,6 +104,19 @@ impl Tree {
     }
 }
 
+/// A NIC that need not have a network interface, by the PCI address of its hardware, such as `0000:36:00.0`.
+pub(crate) fn hardware(tree: &Tree, name: &str, pci: &str) -> Nic {
+    let device = tree.sys.join("bus/pci/devices").join(pci);
+    Nic {
+        name: name.to_owned(),
+        pci: Some(pci.to_owned()),
+        pci_path: pci_path(&device),
+        numa_node: natural(&device.join("numa_node")),
+        driver: link_name(&device.join("driver")),
+        ..Nic::default()
+    }
+}
+
 /// The interfaces listed by `getifaddrs`, ordered by index.
 fn interfaces() -> Result<Vec<Interface>> {
     let failed = |call, errno: nix::Error| Error::io("list network interfaces", call, &errno.into());
@@ -207,6 +220,18 @@ mod tests {
         fake.file(&format!("{device}/numa_node"), "-1");
         let nic = fake.tree().describe(eth1());
         assert_eq!((nic.speed_mbps, nic.numa_node), (None, None));
+    }
+
+    #[test]
+    fn a_nic_without_an_interface_is_found_by_its_pci_address() {
+        let fake = Fake::new();
+        let device = "devices/pci0000:10/0000:10:01.0/0000:11:00.0";
+        fake.file(&format!("{device}/numa_node"), "1");
+        fake.link("bus/pci/devices/0000:11:00.0", device);
+        let nic = hardware(&fake.tree(), "rdmap17s0-rdm", "0000:11:00.0");
+        assert_eq!((nic.name.as_str(), nic.numa_node), ("rdmap17s0-rdm", Some(1)));
+        assert_eq!(nic.pci_path, ["pci0000:10", "0000:10:01.0", "0000:11:00.0"]);
+        assert_eq!(hardware(&fake.tree(), "x", "0000:99:00.0").pci_path, Vec::<String>::new());
     }
 
     #[test]

@@ -46,6 +46,9 @@ pub struct Payload {
     /// The bytes are those of this list from that position on, and not at `ptr`: for lanes that say so in their
     /// capabilities.
     pub list: Option<Box<(Arc<List>, u64)>>,
+    /// The memory is reused once the lane has ended, when the peer may not have received what is in flight: the lane must
+    /// copy it, and not send it by reference.
+    pub reused: bool,
 }
 
 // SAFETY: a Payload is a description; whoever dereferences `ptr` answers for it under the rules above.
@@ -69,7 +72,8 @@ impl Payload {
     }
 
     /// No bytes.
-    pub const EMPTY: Payload = Payload { ptr: std::ptr::null(), len: 0, file: None, grant: None, list: None };
+    pub const EMPTY: Payload =
+        Payload { ptr: std::ptr::null(), len: 0, file: None, grant: None, list: None, reused: false };
 }
 
 /// A frame for a lane to carry.

@@ -357,7 +357,7 @@ impl Settings {
     }
 
     /// The defaults, overridden by name and value pairs. Names that do not start with `CROSSRAIL_` are ignored, and what
-    /// Kubernetes sets in every pod for a Service whose name begins with `crossrail`.
+    /// Kubernetes and Docker set for a Service or a linked container whose name begins with `crossrail`.
     ///
     /// # Errors
     /// As [`Settings::from_env`].
@@ -370,7 +370,7 @@ impl Settings {
         let mut settings = Settings::default();
         for (name, value) in pairs {
             let name = name.to_string_lossy();
-            if !name.starts_with(PREFIX) || value.to_str().is_some_and(|value| is_service_link(&name, value)) {
+            if !name.starts_with(PREFIX) || is_service_link(&name, &value.to_string_lossy()) {
                 continue;
             }
             let Some(value) = value.to_str() else {

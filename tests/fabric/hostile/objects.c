@@ -99,7 +99,10 @@ static int trywait(struct fid_fabric *fabric, struct fid **fids, int count)
     int result = 0;
     for (int i = 0; i < count; i++) {
         struct object *queue = (struct object *)fids[i];
-        if (queue->is.fid.fclass == FI_CLASS_CQ && (queue->first != queue->last || pending(queue)))
+        if (queue->fd < 0) {
+            violation("NO_WAIT_OBJECT", "fi_trywait of a queue without a wait object");
+            result = -EINVAL;
+        } else if (queue->is.fid.fclass == FI_CLASS_CQ && (queue->first != queue->last || pending(queue)))
             result = -EAGAIN;
     }
     leave(object);

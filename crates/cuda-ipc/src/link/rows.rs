@@ -74,6 +74,7 @@ impl Link {
         let class = if is_long(copy.len as usize) { StreamClass::Long } else { StreamClass::Short };
         let stream = self.streams.choose(Arc::clone(&gpu), copy.copy, class).map_err(|error| error.to_string())?;
         let by_kernel = gpu.kernels().ok().filter(|_| !gpu.context.has_waiting_stream() && !copy.has_long_runs(end));
+        let by_kernel = by_kernel.filter(|_| !copy.local.rows().has_empty() && !copy.remote.rows().has_empty());
         let range = copy.local.place(copy.from).zip(copy.local.place(end));
         let mut rows = RowsInFlight { copy, table: None };
         let stage = match by_kernel.zip(range) {
@@ -200,7 +201,7 @@ fn row_list<'a>(list: &'a List, strides: &'a [RowStride]) -> RowList<'a> {
 /// accesses an unmapped address destroys the whole context. Rows of one allocation take one call.
 fn check_rows(context: &Context, list: &List) -> Result<()> {
     let mut known = (0, 0);
-    for stride in list.rows().strides() {
+    for stride in list.rows().strides().iter().filter(|stride| stride.len > 0) {
         let (first, end) = stride.extent().unwrap_or((stride.at, u64::MAX));
         if known.0 <= first && end <= known.1 {
             continue;

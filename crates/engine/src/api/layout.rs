@@ -222,7 +222,7 @@ impl Worker {
         Ok(Layout::new(self.progress_handle(), placed, extents, Of::Own(regions)))
     }
 
-    /// Rows by their addresses, each in one of `regions`.
+    /// Rows by their addresses, each in one of `regions`, or of no bytes.
     ///
     /// # Errors
     /// `Region`: a row that is not in one of them; otherwise as [`Worker::layout`].
@@ -263,7 +263,7 @@ impl Endpoint {
         self.peers_layout(placed, extents, keys)
     }
 
-    /// Rows of the peer's memory by their addresses there, each in one of the regions of `description`.
+    /// Rows of the peer's memory by their addresses there, each in one of the regions of `description`, or of no bytes.
     ///
     /// # Errors
     /// `Region`: a row that is not in one of them; otherwise as [`Endpoint::layout`].

@@ -268,7 +268,8 @@ impl Move {
         }
         self.prepared.local.check_live(&mut core)?;
         let (from, end) = (own.position(rows.start), own.position(rows.end));
-        let gpu = self.prepared.local.device(&mut core);
+        // Rows of no bytes are in no memory.
+        let gpu = self.prepared.local.device(&mut core).filter(|_| end > from);
         let op = match self.prepared.view {
             Some(view) => {
                 let kind = match self.kind {

@@ -20,6 +20,15 @@ use crate::session;
 /// `Unsupported`: the endpoint is not over network devices, or its session has checksums; `Unreachable` and `Timeout`: no
 /// rail could be connected, or the peer did not call this; `Usage`: the index; `PeerDead` and `Closed`.
 pub fn open(endpoint: &Endpoint, index: u16, timeout: Duration) -> Result<Box<dyn Placing>> {
+    open_for(endpoint, index, None, timeout)
+}
+
+/// As [`open`], for memory of the GPU with that CUDA ordinal: where a NIC is chosen for the object, as EFA's, it is one of
+/// those nearest to that GPU, which the objects take in turn.
+///
+/// # Errors
+/// As [`open`].
+pub fn open_for(endpoint: &Endpoint, index: u16, gpu: Option<u32>, timeout: Duration) -> Result<Box<dyn Placing>> {
     endpoint.worker.progress_handle().check_origin("placing")?;
-    session::placing::open(endpoint.worker.sessions(), endpoint.id, index, timeout)
+    session::placing::open(endpoint.worker.sessions(), endpoint.id, (index, gpu), timeout)
 }

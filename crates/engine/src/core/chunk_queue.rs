@@ -196,7 +196,7 @@ impl ChunkQueue {
         let tx = match stage {
             Stage::Packed(slot, file) => {
                 let len = out.head.payload_len() as usize;
-                let payload = Payload { ptr: slot.ptr().cast_const(), len, file, ..Payload::EMPTY };
+                let payload = Payload { ptr: slot.ptr().cast_const(), len, file, reused: true, ..Payload::EMPTY };
                 staged.in_flight.push_back(InFlight { number, _slot: slot, sent: false });
                 Tx { head: out.head, payload, token: PACKED | number }
             }

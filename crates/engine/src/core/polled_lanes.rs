@@ -46,7 +46,7 @@ impl PolledLanes {
 
     /// How many are polled: they have the first positions.
     #[inline]
-    pub(super) fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.awake
     }
 

@@ -1,6 +1,6 @@
 //! Settings, memory, GPUs, network devices and processors of this process.
 
-mod rails;
+pub(crate) mod rails;
 mod tcp_limits;
 
 use std::sync::{Arc, OnceLock};

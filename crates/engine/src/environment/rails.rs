@@ -21,6 +21,20 @@ pub(crate) fn choose(rails: &Rails, nics: &[Nic]) -> Result<Vec<NetDevice>> {
     }
 }
 
+/// The GPU near which devices are chosen that have no rail: that of the settings, else that of the CUDA ordinal, else the
+/// only GPU that this process sees; `None`: there are several, none, or it is not known.
+pub(crate) fn gpu_to_be_near(rails: &Rails, ordinal: Option<u32>) -> Option<GpuSeen> {
+    let visible = std::env::var("CUDA_VISIBLE_DEVICES").ok();
+    let gpus = crossrail_topology::gpus();
+    let ordinal = match rails {
+        Rails::Near(gpu) => Some(gpu.unwrap_or(0)),
+        Rails::Named(_) => ordinal,
+    };
+    let seen = visible.as_deref().map_or(gpus.len(), |list| list.split(',').count());
+    let ordinal = ordinal.or((seen == 1).then_some(0))?;
+    nth(ordinal, &gpus, visible.as_deref()).ok().cloned()
+}
+
 /// The GPU with CUDA's ordinal `ordinal`, determined without loading CUDA: in the order of bus addresses, through the
 /// ordinals and UUID prefixes (`GPU-...`) in `CUDA_VISIBLE_DEVICES` if that is set.
 fn nth<'a>(ordinal: u32, gpus: &'a [GpuSeen], visible: Option<&str>) -> Result<&'a GpuSeen> {

@@ -150,7 +150,19 @@ impl<'a> Addresses<'a> {
             (end <= extent.base + extent.len).then_some(order[found])
         };
         let (mut placed, mut regions) = (Vec::new(), Vec::new());
-        for mut stride in self.strides() {
+        // Rows of no bytes may be anywhere. They go with a row that has bytes.
+        let mut beside = None;
+        let strides = self.strides();
+        let mut with_bytes = strides.iter().filter(|stride| stride.len > 0);
+        let first = with_bytes.next().and_then(|stride| within(stride.at, stride.len)).unwrap_or(0);
+        for mut stride in strides {
+            if stride.len == 0
+                && let Some(extent) = extents.get(beside.unwrap_or(first) as usize)
+            {
+                placed.push(Stride { at: extent.base, stride: 0, ..stride });
+                regions.push(beside.unwrap_or(first));
+                continue;
+            }
             while stride.count > 0 {
                 let Some(region) = within(stride.at, stride.len) else {
                     let detail =
@@ -161,6 +173,7 @@ impl<'a> Addresses<'a> {
                 let count = inside(&stride, base, base + len);
                 placed.push(Stride { count, ..stride });
                 regions.push(region);
+                beside = Some(region);
                 stride = Stride { at: stride.row(count), count: stride.count - count, ..stride };
             }
         }
@@ -214,7 +227,7 @@ fn inside(stride: &Stride, low: u64, high: u64) -> u64 {
 impl Placed {
     pub(crate) fn new(strides: Vec<Stride>, regions: Vec<u32>) -> Result<Placed> {
         let rows =
-            Rows::new(strides).ok_or_else(|| usage("layout", "no rows, more than 2^32, or one without bytes"))?;
+            Rows::new(strides).ok_or_else(|| usage("layout", "no rows, more than 2^32, or more bytes than 2^63"))?;
         Ok(Placed { rows: Arc::new(rows), regions })
     }
 
@@ -225,7 +238,7 @@ impl Placed {
         }
         let cut = |stride: &Stride| {
             let len = stride.len / parts;
-            let whole = stride.len.is_multiple_of(parts) && len > 0;
+            let whole = stride.len.is_multiple_of(parts);
             whole.then(|| Stride { at: stride.at.wrapping_add(len * index), len, ..*stride })
         };
         let strides: Option<Vec<_>> = self.rows.strides().iter().map(cut).collect();
@@ -270,12 +283,15 @@ impl Placed {
         for Row { region, offset, len, stride, count } in rows {
             let number = region_of(region);
             let extent = &extents[number as usize];
-            let row = Stride { at: *offset, len: *len, stride: *stride, count: *count };
+            let row = match len {
+                0 => Stride { at: 0, len: 0, stride: 0, count: *count }, // wherever they are
+                _ => Stride { at: *offset, len: *len, stride: *stride, count: *count },
+            };
             if row.extent().is_none_or(|(_, end)| end > extent.len) {
                 let detail = format!("{count} rows of {len} bytes at {offset} of a region of {} bytes", extent.len);
                 return Err(usage("layout", detail));
             }
-            strides.push(Stride { at: extent.base.wrapping_add(*offset), ..row });
+            strides.push(Stride { at: extent.base.wrapping_add(row.at), ..row });
             regions.push(number);
         }
         Placed::new(strides, regions)
@@ -316,6 +332,23 @@ mod tests {
         assert_eq!(of_c.strides(), as_five.strides());
         assert_eq!((of_c.rows(), of_c.merged()), (as_five.rows(), as_five.merged()));
         assert!(Addresses::new(&[u64::MAX, 2, 0], 3).unwrap().placed(&[host(0, 9)]).is_err());
+    }
+
+    #[test]
+    fn rows_of_no_bytes_may_be_anywhere_and_keep_their_numbers() {
+        let extents = [host(5000, 8), host(1000, 96)];
+        let rows = [0, 0, 0, 1000, 16, 0, 7, 0, 0, 900_000, 0, 0, 5000, 8, 0];
+        let placed = Addresses::new(&rows, 3).unwrap().placed(&extents).unwrap();
+        assert_eq!((placed.rows.count(), placed.rows.bytes()), (5, 24));
+        // With those that have bytes, so that a list of one GPU's rows stays one.
+        assert_eq!(placed.regions, [1, 1, 1, 0]);
+        let relative = placed.relative(&extents);
+        assert!(relative.iter().all(|of| of.stride.extent().is_some_and(|(_, end)| end <= 96)), "{relative:?}");
+        assert_eq!(placed.split(2, 1).unwrap().rows.bytes(), 12);
+        let row = |offset, len| Row { region: &0u32, offset, len, stride: 7, count: 2 };
+        let placed = Placed::of(&[row(1 << 60, 0), row(8, 4)], &extents[1..], |region| *region).unwrap();
+        assert_eq!((placed.rows.count(), placed.rows.bytes()), (4, 8));
+        assert!(Addresses::new(&[0, 0, 0], 3).unwrap().placed(&[]).is_err(), "no region to be in");
     }
 
     #[test]

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use super::waits::polls_many;
 use super::{NAP_MAX, Progress};
 
 /// While callers make progress, the background thread checks this often whether they have stopped.
@@ -13,6 +14,8 @@ const TICK: Duration = Duration::from_millis(1);
 const POLLS_EVERY: Duration = Duration::from_micros(20);
 /// Minimum number of passes to judge that by.
 const POLLS_MIN: u64 = 32;
+/// Idle passes before the background thread sleeps; over many lanes, one.
+const QUIET: u32 = 3;
 /// How long the connections' threads poll after anything last moved before they sleep, where cores are free.
 const LINGER: Duration = Duration::from_micros(100);
 
@@ -85,6 +88,7 @@ impl Progress {
             }
             moved |= core.pass(true, true);
             let busy = core.is_busy();
+            let enough = if polls_many(&mut core) { 1 } else { QUIET };
             let due = self.page_rows.is_due(&core);
             self.after(core);
             if due {
@@ -100,7 +104,7 @@ impl Progress {
                 continue;
             }
             quiet += 1;
-            if quiet < 3 {
+            if quiet < enough {
                 continue;
             }
             if !linger.is_zero() && still_since.get_or_insert_with(Instant::now).elapsed() < linger {
@@ -157,6 +161,7 @@ impl Progress {
             group.about_to_sleep();
             if group.pending() || self.closing.load(Ordering::Acquire) {
                 group.awake();
+                std::thread::yield_now();
                 continue;
             }
             group.events(None, |_| {});

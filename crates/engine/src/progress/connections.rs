@@ -115,9 +115,12 @@ impl Group {
                 Some(why) => Err(LaneError::Protocol(why)),
                 None => polled,
             };
+            let wakes = inner.fd().is_some();
             drop(held);
             match polled {
-                Ok(false) => {}
+                Ok(false) if wakes => {}
+                // Nothing reports what arrives, so it is polled for ever.
+                Ok(false) => lane.want(),
                 Ok(true) => {
                     lane.want();
                     moved = true;

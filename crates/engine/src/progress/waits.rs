@@ -35,8 +35,18 @@ const SPINS: u32 = 8;
 const SHARE_EVERY: u32 = 8;
 /// Idle polls between two reads of the clock.
 const LOOK_EVERY: u32 = 64;
+/// Idle polls of many lanes, each of which takes longer, between two reads of the clock.
+const LOOK_EVERY_MANY: u32 = 4;
+/// Number of lanes from which on they are many.
+const MANY_LANES: usize = 16;
 /// Idle polls between two polls of the sockets of connections that carry chunks.
 const EPOLL_EVERY: u32 = 32;
+
+/// True if a pass polls many lanes in turn.
+#[inline]
+pub(super) fn polls_many(core: &mut Core) -> bool {
+    core.transfers().polled().len() >= MANY_LANES
+}
 
 impl Progress {
     /// Waits until `ready` returns something, at most `timeout`. `ready` is called with the core locked, and only after
@@ -177,7 +187,8 @@ impl<'a> Wait<'a> {
                 // Without this, connection threads would never get the lock, which this thread retakes at once.
                 MutexGuard::bump(&mut core);
             }
-            if self.aside || self.idle.is_multiple_of(LOOK_EVERY) {
+            let every = if polls_many(&mut core) { LOOK_EVERY_MANY } else { LOOK_EVERY };
+            if self.aside || self.idle.is_multiple_of(every) {
                 match self.look(core, ready) {
                     Look::Again(lock) => core = lock,
                     Look::Found(found) => return Some(found),
@@ -197,7 +208,9 @@ impl<'a> Wait<'a> {
         let progress = self.progress;
         // The connections' threads do not see the end of a copy between GPUs.
         let aside = core.has_threads() && !core.awaits_copy();
-        let crowded = core.wake_ups().is_crowded();
+        // More lanes than processors: peers must run before anything arrives.
+        let crowded = core.wake_ups().is_crowded()
+            || polls_many(&mut core) && core.transfers().polled().len() > progress.environment.cores();
         let due = !progress.options.has_background && progress.page_rows.is_due(&core);
         progress.after(core);
         if due {

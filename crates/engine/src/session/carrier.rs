@@ -28,6 +28,12 @@ pub(super) trait Carrier: Send + Sync {
     /// As [`Transport::is_offered`].
     fn is_offered(&self, settings: &Settings) -> bool;
 
+    /// Number of its devices to which no rail leads: its lanes are spread over them by their numbers, and go over any rail
+    /// only to find each other. 0: a rail's lanes use the rail.
+    fn devices(&self, _settings: &Settings) -> usize {
+        0
+    }
+
     /// Why the settings that allow it do not lead to its use; `None`: they do.
     fn obstacle(&self, settings: &Settings) -> Option<Obstacle>;
 
@@ -61,11 +67,6 @@ pub(super) trait Carrier: Send + Sync {
     fn rests(&self) -> bool {
         false
     }
-
-    /// Whether to wait for a peer that is late with its part of the handshake: no other carrier follows.
-    fn is_last(&self) -> bool {
-        false
-    }
 }
 
 /// Why a carrier is not used.
@@ -88,6 +89,8 @@ pub(super) struct Join<'a> {
     pub(super) label: &'a str,
     /// What [`Carrier::checksum`] answered.
     pub(super) checksum: Checksum,
+    /// Its number among the endpoint's lanes, the same at both ends.
+    pub(super) number: usize,
     /// The network interface here, if it is known.
     pub(super) interface: Option<&'a str>,
     pub(super) loopback: bool,

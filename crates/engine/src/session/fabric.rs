@@ -12,7 +12,9 @@ use crossrail_transport::Lane;
 use crossrail_types::{Error, ErrorKind, Filter, Result, Settings};
 
 use super::carrier::{Carrier, Join, Obstacle};
+use super::nics;
 use super::transport::{Availability, Local};
+use crate::environment::{gpus_seen, rails};
 
 /// RDMA devices, as the kernel lists them, and Slingshot's.
 const DEVICES: &str = "/sys/class/infiniband";
@@ -67,8 +69,14 @@ impl Carrier for Fabric {
         open(settings).err()
     }
 
+    fn devices(&self, settings: &Settings) -> usize {
+        open(settings).map_or(0, |(_, offers)| offers.iter().filter(|offer| is_apart(&offer.provider)).count())
+    }
+
     fn join(&self, stream: TcpStream, join: Join<'_>) -> Result<Box<dyn Lane>> {
-        let offer = offer(join.settings, &stream, join.interface)?;
+        // A lane's frames are host memory: its payloads come from the stager.
+        let end = End { interface: join.interface, number: join.number, gpu: None };
+        let offer = offer(join.settings, &stream, &end, false)?;
         let peer = stream.peer_addr().map_or_else(|_| "the peer".to_owned(), |address| address.to_string());
         let lane = crossrail_fabric::attach_lane(stream, &offer, join.id, (&peer, join.label), join.deadline)?;
         Ok(Box::new(lane))
@@ -88,8 +96,36 @@ fn open(settings: &Settings) -> std::result::Result<(&'static Library, Vec<Offer
         return Err(Obstacle { why: "no EFA or Slingshot NIC is here".to_owned(), fix: Some(fix.to_owned()) });
     }
     let library = library(settings)?;
-    let found = offers(library, settings, None, None)?;
+    let found = offers(library, settings, None, &End::default(), gpus_seen())?;
     Ok((library, found))
+}
+
+/// One end of a connection that needs a device.
+#[derive(Clone, Copy, Default)]
+pub(super) struct End<'a> {
+    /// The network interface of the rail.
+    pub(super) interface: Option<&'a str>,
+    /// The number of the lane or object, the same at both ends: for NICs that no rail leads to.
+    pub(super) number: usize,
+    /// The GPU that it serves, if one is known.
+    pub(super) gpu: Option<u32>,
+}
+
+/// True if no rail leads to the devices of that provider: they have no IP addresses.
+fn is_apart(provider: &str) -> bool {
+    let core = core_of(provider);
+    !ADDRESSED.contains(&core) && core != "shm"
+}
+
+fn core_of(provider: &str) -> &str {
+    provider.split(';').next().unwrap_or(provider)
+}
+
+/// Number of NICs, to which no rail leads, that objects for that GPU are spread over.
+pub(super) fn nics_of(settings: &Settings, gpu: Option<u32>) -> usize {
+    let found = library(settings)
+        .and_then(|library| offers(library, settings, None, &End { gpu, ..End::default() }, gpus_seen()));
+    found.map_or(0, |offers| offers.iter().filter(|offer| is_apart(&offer.provider)).count())
 }
 
 fn library(settings: &Settings) -> Result<&'static Library> {
@@ -111,13 +147,18 @@ fn offers(
     library: &'static Library,
     settings: &Settings,
     address: Option<IpAddr>,
-    device: Option<&str>,
+    end: &End<'_>,
+    hmem: bool,
 ) -> Result<Vec<Offer>> {
     let named = settings.tls.of_fabric();
     let of = |provider: &str| {
-        let core = provider.split(';').next().unwrap_or(provider);
-        let address = address.filter(|_| ADDRESSED.contains(&core));
-        library.offers(&Wanted { provider: Some(provider), address, device, gpu: false })
+        let address = address.filter(|_| ADDRESSED.contains(&core_of(provider)));
+        let wanted = Wanted { provider: Some(provider), address, device: end.interface, gpu: false };
+        let found = if hmem { library.offers_for_gpus(&wanted)? } else { library.offers(&wanted)? };
+        if !is_apart(provider) {
+            return Ok(found);
+        }
+        Ok(nics::used(found, rails::gpu_to_be_near(&settings.net_devices, end.gpu).as_ref()))
     };
     if let Some(provider) = named {
         return of(provider);
@@ -138,18 +179,20 @@ fn offers(
     })
 }
 
-/// The offer to open for a connection over a rail.
+/// The offer to open for a connection over a rail. `hmem`: one that registers memory of GPUs, if there is one.
 ///
 /// # Errors
 /// `Unsupported` when the library has nothing there.
-pub(super) fn offer(settings: &Settings, stream: &TcpStream, interface: Option<&str>) -> Result<Offer> {
+pub(super) fn offer(settings: &Settings, stream: &TcpStream, end: &End<'_>, hmem: bool) -> Result<Offer> {
     let failed = |call: &'static str| move |error: std::io::Error| Error::io("connect", call, &error);
     let here = stream.local_addr().map_err(failed("getsockname"))?.ip().to_canonical();
     let there = stream.peer_addr().map_err(failed("getpeername"))?.ip().to_canonical();
-    let found = offers(library(settings)?, settings, Some(here), interface)?;
-    let Some(offer) = found.into_iter().next() else {
+    let mut found = offers(library(settings)?, settings, Some(here), end, hmem)?;
+    if found.is_empty() {
         return Err(Error::new(ErrorKind::Unsupported, "fabric", "libfabric offers nothing over this rail"));
-    };
+    }
+    let number = if is_apart(&found[0].provider) { end.number % found.len() } else { 0 };
+    let offer = found.swap_remove(number);
     if offer.provider == "shm" && here != there && !here.is_loopback() {
         let detail = format!("{offer} reaches this machine only, and the peer is at {there}");
         return Err(Error::new(ErrorKind::Unsupported, "fabric", detail));

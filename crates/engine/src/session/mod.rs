@@ -13,6 +13,7 @@ mod example;
 mod explain;
 mod fabric;
 mod messages;
+mod nics;
 mod over_rails;
 pub(crate) mod placing;
 mod rail_pairs;

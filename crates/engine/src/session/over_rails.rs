@@ -88,20 +88,25 @@ fn keep_messages_whole(sessions: &Sessions, endpoint: EndpointId) {
 
 /// The rows of a carrier: our rails, and what each would cost.
 fn candidates(carrier: &dyn Carrier, sessions: &Sessions, peer: &Hello) -> Vec<Candidate> {
-    candidates_over(carrier, sessions, peer, &rails_to(sessions, peer))
+    match unusable(carrier, sessions) {
+        Some(row) => vec![row],
+        None => candidates_over(carrier, sessions, peer, &rails_to(sessions, peer)),
+    }
 }
 
-/// [`candidates`], of which those of `pairs` are used.
+/// The row of a carrier that this process does not use, with the reason.
+fn unusable(carrier: &dyn Carrier, sessions: &Sessions) -> Option<Candidate> {
+    let settings = sessions.environment.settings();
+    let why = match settings.tls.allows(carrier.name()) {
+        false => format!("CROSSRAIL_TLS={} leaves it out", settings.tls),
+        true => carrier.obstacle(settings)?.why,
+    };
+    let row = explain::candidate(carrier.name(), carrier.name(), None, &Cost::rail(None, None, false));
+    Some(row.out(&why))
+}
+
+/// [`candidates`] of a usable carrier, of which those of `pairs` are used.
 fn candidates_over(carrier: &dyn Carrier, sessions: &Sessions, peer: &Hello, pairs: &[RailPair]) -> Vec<Candidate> {
-    let tls = &sessions.environment.settings().tls;
-    if !tls.allows(carrier.name()) {
-        let row = explain::candidate(carrier.name(), carrier.name(), None, &Cost::rail(None, None, false));
-        return vec![row.out(&format!("CROSSRAIL_TLS={tls} leaves it out"))];
-    }
-    if let Some(obstacle) = carrier.obstacle(sessions.environment.settings()) {
-        let row = explain::candidate(carrier.name(), carrier.name(), None, &Cost::rail(None, None, false));
-        return vec![row.out(&obstacle.why)];
-    }
     let asked = !matches!(
         sessions.environment.settings().net_devices,
         Rails::Named(Filter::All) | Rails::Named(Filter::Except(_))
@@ -224,14 +229,25 @@ fn dial_rails(
     rails: &[RailPair],
     attempt: &Attempt,
 ) -> Vec<(LaneName, Result<Box<dyn Lane>>)> {
-    let channels = sessions.environment.settings().channels.first() as u16;
+    let settings = sessions.environment.settings();
+    let (count, channels) = (rails.len() as u16, settings.channels.first() as u16);
     let messages = Messages::over(rails, attempt.turn, carrier.sends_unasked());
     let mut names = vec![name_of(carrier, messages.rail, MESSAGE_CHANNEL)];
-    for rail in 0..rails.len() as u16 {
-        names.extend((0..channels).map(|channel| name_of(carrier, rail, channel)));
+    match carrier.devices(settings) as u16 {
+        0 => {
+            let of = |rail| (0..channels).map(move |channel| name_of(carrier, rail, channel));
+            names.extend((0..count).flat_map(of));
+        }
+        // A channel of its own for each, by which both ends know the device.
+        devices => {
+            let lanes = devices.max(count * channels);
+            names.extend((0..lanes).map(|lane| name_of(carrier, lane % count, lane)));
+        }
     }
-    // A late peer is left to the next carrier.
-    let deadline = if carrier.is_last() { attempt.deadline } else { Instant::now() };
+    // A late peer is left to the next carrier, if there is one.
+    let last = CARRIERS.iter().rfind(|other| settings.tls.allows(other.name()));
+    let is_last = last.is_none_or(|last| last.name() == carrier.name());
+    let deadline = if is_last { attempt.deadline } else { Instant::now() };
     dial_until(deadline, &names, |names, limit| {
         let one = |name: LaneName| {
             dial(sessions, ticket, &rails[usize::from(name.rail)], (name, carrier), attempt.deadline.min(limit))
@@ -242,7 +258,9 @@ fn dial_rails(
 
 fn near(sessions: &Sessions, peer: &Hello) -> Near {
     let here = &sessions.environment.machine().boot_id;
-    Near::of((here, handshake::network_namespace()), (&peer.boot_id, peer.network))
+    // As the peer knows this end, and read once: several rows of each connection depend on it.
+    let network = sessions.identity.lock().as_ref().map_or(0, |me| me.hello.network);
+    Near::of((here, network), (&peer.boot_id, peer.network))
 }
 
 fn rails_to(sessions: &Sessions, peer: &Hello) -> Vec<RailPair> {
@@ -333,7 +351,7 @@ pub(super) fn lane_arrived(
         return placing::arrived(sessions, endpoint, lane, stream, &route.device);
     }
     let carrier = carrier_of(lane.channel)?;
-    let is_further = lane.purpose == LanePurpose::Bulk && lane.channel & CHANNEL_MASK > 0;
+    let is_further = carrier.is_widened() && lane.purpose == LanePurpose::Bulk && lane.channel & CHANNEL_MASK > 0;
     if is_further && sessions.environment.settings().channels == Channels::Auto && !sessions.progress.has_room(1) {
         let from = route.remote.to_canonical();
         sessions
@@ -614,6 +632,7 @@ fn make_lane(
         id: sessions.reserve_lane(),
         label: &format!("{}/{}{suffix}", carrier.name(), rail.device),
         checksum: carrier.checksum(agreed),
+        number: usize::from(if name.purpose == LanePurpose::Bulk { name.channel & CHANNEL_MASK } else { name.rail }),
         interface: rail.interface.as_deref(),
         loopback: rail.loopback,
         deadline,

@@ -1,9 +1,11 @@
 //! Objects for one-sided writes to a peer: over connections of their own on every rail of an endpoint ([`TcpPlacing`]),
-//! or, where `CROSSRAIL_TLS` names it, over libfabric on the first rail that it reaches ([`FabricPlacing`]).
+//! or, where `CROSSRAIL_TLS` names it, over libfabric on those rails or on NICs near the GPU ([`FabricRails`]).
 //!
 //! The end that connected the endpoint dials, as for lanes: each connection proves the session's key, and its name
 //! contains the object's. It is added at the object's [`Door`], which exists before the object if the peer is first.
 //! The endpoint's end ends them.
+
+mod over_fabric;
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry as Slot;
@@ -12,7 +14,6 @@ use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use crossrail_fabric::{Closer, FabricPlacing};
 use crossrail_handshake::{self as handshake, LaneName, LanePurpose, share_of_descriptors};
 use crossrail_locks::Mutex;
 use crossrail_tcp::placing::{Connection, Door, TcpPlacing};
@@ -34,8 +35,9 @@ const INDEX_BITS: u32 = 4;
 const CLASS: u16 = 3;
 const NUMBER_BITS: u32 = 10;
 const NUMBERS: usize = 1 << NUMBER_BITS;
-/// Number of the companion connection of an endpoint of libfabric: no other connection of the object has it.
-const COMPANION: u16 = NUMBERS as u16 - 1;
+/// Numbers of the connections of rails over libfabric, which no other connection of an object has.
+const COMPANIONS: std::ops::Range<u16> = NUMBERS as u16 - FABRIC_RAILS..NUMBERS as u16;
+const FABRIC_RAILS: u16 = 16;
 /// Least number of descriptors that may wait for objects which this end has not asked for.
 const UNASKED_MIN: usize = 64;
 /// Interval at which an end that waits for connections checks the deadline.
@@ -83,6 +85,8 @@ struct Entry {
     way: Way,
     /// The connecting end: the rail of each connection, by number.
     rails: Vec<u16>,
+    /// Over libfabric: the number of its first NIC.
+    nic: Option<u16>,
 }
 
 /// The way to an object for threads that do not drive it.
@@ -91,25 +95,37 @@ enum Way {
     Early(Arc<Door>, usize),
     /// Over TCP, or not known yet.
     Door(Weak<Door>),
-    /// Over libfabric, and the network interface of its rail. No further connections are added.
-    Closer(Closer, Option<String>),
+    /// Over libfabric.
+    Fabric(OfFabric),
+}
+
+/// An object over libfabric.
+#[derive(Clone)]
+struct OfFabric {
+    door: Weak<crossrail_fabric::Door>,
+    /// The GPU whose memory it is for, and the peer's name.
+    gpu: Option<u32>,
+    peer: String,
+    /// The connecting end: the last [`attach_rail`](crossrail_fabric::attach_rail) number of each of its rails, which is
+    /// the rail's own modulo [`FABRIC_RAILS`], and the endpoint's rail over which it is dialled.
+    rails: Vec<(u16, u16)>,
 }
 
 impl Entry {
     fn new(way: Way) -> Entry {
-        Entry { way, rails: Vec::new() }
+        Entry { way, rails: Vec::new(), nic: None }
     }
 
     fn end(&self, why: &str) {
         match &self.way {
-            Way::Closer(closer, _) => closer.end(why),
+            Way::Fabric(object) => drop(object.door.upgrade().map(|door| door.end(why))),
             _ => drop(self.door().map(|door| door.end(why))),
         }
     }
 
     fn is_over(&self) -> bool {
         match &self.way {
-            Way::Closer(closer, _) => closer.is_over(),
+            Way::Fabric(object) => object.door.strong_count() == 0,
             _ => self.door().is_none(),
         }
     }
@@ -119,7 +135,7 @@ impl Entry {
         match &self.way {
             Way::Early(door, _) => Some(Arc::clone(door)),
             Way::Door(door) => door.upgrade().filter(|door| !door.is_closed()),
-            Way::Closer(..) => None,
+            Way::Fabric(_) => None,
         }
     }
 
@@ -193,7 +209,7 @@ impl Placings {
     /// The number of one more connection over that rail, and the door. `None`: the object was dropped, or has had [`NUMBERS`].
     fn another(&self, of: Of, rail: u16) -> Option<(u16, Arc<Door>)> {
         let mut state = self.0.lock();
-        let entry = state.doors.get_mut(&of).filter(|entry| entry.rails.len() < usize::from(COMPANION))?;
+        let entry = state.doors.get_mut(&of).filter(|entry| entry.rails.len() < usize::from(COMPANIONS.start))?;
         let door = entry.door()?;
         entry.rails.push(rail);
         Some((entry.rails.len() as u16 - 1, door))
@@ -208,18 +224,9 @@ impl Placings {
     pub(super) fn interface_down(&self, interface: &str) {
         for entry in self.0.lock().doors.values() {
             match &entry.way {
-                Way::Closer(closer, Some(over)) if over == interface => closer.down(&format!("{interface} is down")),
+                Way::Fabric(object) => drop(object.door.upgrade().map(|door| door.interface_down(interface))),
                 _ => drop(entry.door().map(|door| door.interface_down(interface))),
             }
-        }
-    }
-
-    /// That object is over libfabric, and ends with its endpoint.
-    fn closes(&self, of: Of, closer: Closer, interface: Option<String>) {
-        match self.0.lock().doors.get_mut(&of) {
-            // With its door go connections that no honest peer has added.
-            Some(entry) => entry.way = Way::Closer(closer, interface),
-            None => closer.end("the endpoint has ended"),
         }
     }
 
@@ -245,7 +252,7 @@ fn is_alive(sessions: &Sessions, endpoint: EndpointId) -> bool {
 pub(crate) fn open(
     sessions: &Arc<Sessions>,
     endpoint: EndpointId,
-    index: u16,
+    (index, gpu): (u16, Option<u32>),
     timeout: Duration,
 ) -> Result<Box<dyn Placing>> {
     let deadline = Instant::now() + timeout;
@@ -273,9 +280,11 @@ pub(crate) fn open(
     }
     let own = Arc::clone(&door);
     let opened = match rails.initiator {
-        true if fabric::is_named(sessions.environment.settings()) => dial_companion(sessions, of, &rails, deadline),
+        true if fabric::is_named(sessions.environment.settings()) => {
+            over_fabric::dial(sessions, (of, gpu), rails, deadline)
+        }
         true => dial_all(sessions, of, rails, (door, deadline)),
-        false => await_all(sessions, of, &rails.peer, (door, deadline), timeout),
+        false => await_all(sessions, (of, gpu), &rails.peer, (door, deadline), timeout),
     };
     if opened.is_err() {
         // What the peer has added goes with it.
@@ -336,39 +345,6 @@ fn dial_all(
     Ok(Box::new(placing))
 }
 
-/// The connecting end of an object over libfabric.
-fn dial_companion(sessions: &Arc<Sessions>, of: Of, rails: &PeerRails, deadline: Instant) -> Result<Box<dyn Placing>> {
-    let named = |error: Error| Error { operation: "placing".to_owned(), ..error }.with_peer(&rails.peer);
-    let mut failure = None;
-    for (rail, pair) in rails.pairs.iter().filter(|(rail, _)| **rail < 256) {
-        let limit = deadline.min(Instant::now() + DIAL_MAX);
-        match dial(&rails.ticket, pair, of.name(*rail, COMPANION), limit) {
-            // The peer joins over the first connection that it accepts, so no other rail is tried after it.
-            Ok(stream) => return join(sessions, of, &rails.peer, stream, Some(&pair.mine), deadline).map_err(named),
-            Err(error) => failure = Some(error),
-        }
-    }
-    Err(named(failure.unwrap_or_else(|| gone("placing"))))
-}
-
-/// Makes the connection an object over libfabric; the peer does the same.
-fn join(
-    sessions: &Sessions,
-    of: Of,
-    peer: &str,
-    stream: TcpStream,
-    device: Option<&NetDevice>,
-    deadline: Instant,
-) -> Result<Box<dyn Placing>> {
-    let interface = device.filter(|device| !device.loopback).map(|device| device.interface.clone());
-    let offer = fabric::offer(sessions.environment.settings(), &stream, interface.as_deref())?;
-    let suffix = if of.index == 0 { String::new() } else { format!("#{}", of.index) };
-    let placing: FabricPlacing =
-        crossrail_fabric::attach(stream, &offer, peer, &format!("fabric/{offer}:placing{suffix}"), deadline)?;
-    sessions.placings.closes(of, placing.closer(), interface);
-    Ok(Box::new(placing))
-}
-
 fn ended(peer: &str, error: &LaneError) -> Error {
     Error::new(ErrorKind::PeerDead, "placing", error.to_string()).with_peer(peer)
 }
@@ -380,7 +356,7 @@ fn lost(of: Of, LaneName { rail, channel, .. }: LaneName) -> LostRail {
 /// The other end: waits for the connections that the peer makes.
 fn await_all(
     sessions: &Arc<Sessions>,
-    of: Of,
+    (of, gpu): (Of, Option<u32>),
     peer: &str,
     (door, deadline): (Arc<Door>, Instant),
     timeout: Duration,
@@ -394,16 +370,11 @@ fn await_all(
                 .with_waited(timeout)
                 .with_hint("both ends must ask for the object, and name fabric in CROSSRAIL_TLS")
         };
-        let Connection { id, interface, stream, .. } = door.first(deadline)?.ok_or_else(late)?;
-        if id != COMPANION {
-            let detail =
-                "the peer makes connections for one-sided writes over TCP, and CROSSRAIL_TLS names fabric here";
-            return Err(Error::new(ErrorKind::Unsupported, "placing", detail).with_peer(peer));
+        let connections = door.added(deadline)?;
+        if connections.is_empty() {
+            return Err(late());
         }
-        let rails = sessions.environment.rails()?;
-        let device = rails.iter().find(|rail| interface.as_ref() == Some(&rail.interface));
-        return join(sessions, of, peer, stream, device, deadline)
-            .map_err(|error| Error { operation: "placing".to_owned(), ..error }.with_peer(peer));
+        return over_fabric::accept(sessions, (of, gpu), peer, connections, (door, deadline));
     }
     let mut placing = TcpPlacing::new(peer, false, Vec::new(), door)?;
     while !placing.is_complete() {
@@ -467,7 +438,7 @@ fn connection(name: LaneName, device: &str, known: Option<&NetDevice>, stream: T
 /// # Errors
 /// `Protocol`: its channel does not name an object; `Refused`: the object was dropped; `Exhausted`: no descriptor is left.
 pub(super) fn arrived(
-    sessions: &Sessions,
+    sessions: &Arc<Sessions>,
     endpoint: EndpointId,
     name: LaneName,
     stream: TcpStream,
@@ -479,7 +450,11 @@ pub(super) fn arrived(
     };
     let rails = sessions.environment.rails()?;
     let known = rails.iter().find(|rail| rail.name == device);
-    sessions.placings.door(of, unasked_max())?.add(connection(name, device, known, stream));
+    let connection = connection(name, device, known, stream);
+    match sessions.placings.of_fabric(of) {
+        Some(object) => over_fabric::arrived(sessions, of, object, connection),
+        None => sessions.placings.door(of, unasked_max())?.add(connection),
+    }
     if !is_alive(sessions, endpoint) {
         // It may have ended before it could end this; its number may be given again.
         sessions.placings.end(|ended| ended == endpoint, "the endpoint has ended");
@@ -507,7 +482,15 @@ pub(super) fn redial(
     (ticket, rail): (&handshake::Ticket, &RailPair),
     deadline: Instant,
 ) -> std::result::Result<Option<String>, (String, Error)> {
-    let Some((of, _)) = Of::parse(lost.endpoint, lost.rail, lost.channel) else { return Ok(None) };
+    let Some((of, number)) = Of::parse(lost.endpoint, lost.rail, lost.channel) else { return Ok(None) };
+    if COMPANIONS.contains(&number) {
+        return over_fabric::redial(
+            sessions,
+            (of, number - COMPANIONS.start, lost.rail & 0xff),
+            (ticket, rail),
+            deadline,
+        );
+    }
     let Some((number, door)) = sessions.placings.another(of, lost.rail & 0xff) else { return Ok(None) };
     let (mine, name) = (&rail.mine, of.name(lost.rail, number));
     let stream = dial(ticket, rail, name, deadline).map_err(|error| (mine.name.clone(), error))?;

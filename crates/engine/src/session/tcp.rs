@@ -78,8 +78,4 @@ impl Carrier for Tcp {
     fn rests(&self) -> bool {
         true
     }
-
-    fn is_last(&self) -> bool {
-        true
-    }
 }

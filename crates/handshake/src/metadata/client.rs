@@ -24,21 +24,29 @@ pub fn request(
     body: &[u8],
     deadline: Instant,
 ) -> Result<Vec<u8>> {
-    let places = routes(&resolve("metadata", host, port, deadline)?);
+    let named = resolve("metadata", host, port, deadline)?;
+    let places = routes(&named);
     let count = places.len();
-    let mut failure: Option<Error> = None;
+    let mut failure: Option<((u8, bool), Error)> = None;
     for (index, place) in places.into_iter().enumerate() {
         let share = Instant::now() + deadline.saturating_duration_since(Instant::now()) / (count - index) as u32;
         match attempts(place, secret, operation, body, share) {
             Ok(answer) => return Ok(answer),
             Err(error) => {
-                let decided = |error: &Error| matches!(error.kind, ErrorKind::Refused | ErrorKind::Mismatch);
-                if !failure.as_ref().is_some_and(decided) {
-                    failure = Some(error);
+                let reached = match error.kind {
+                    ErrorKind::Refused | ErrorKind::Mismatch => 2,
+                    ErrorKind::Unreachable => 0,
+                    _ => 1,
+                };
+                // Of those that got equally far: one that the caller named.
+                let told = (reached, named.contains(&place));
+                if failure.as_ref().is_none_or(|(before, _)| *before < told) {
+                    failure = Some((told, error));
                 }
             }
         }
     }
+    let failure = failure.map(|(_, error)| error);
     Err(failure.unwrap_or_else(|| Error::new(ErrorKind::Unreachable, "metadata", format!("{host} has no address"))))
 }
 

@@ -6,14 +6,10 @@ use std::ops::{Index, IndexMut};
 use crossrail_types::LaneId;
 
 use crate::feed::{Piece, guided};
-use crate::lane::{Lane, Placement, Sent};
+use crate::lane::{Lane, OLD, Placement, Sent};
 use crate::meter::Meter;
 use crate::ramp::Ramp;
 use crate::{Config, LaneLoad, LaneSpec, Time};
-
-/// A lane that is too slow for what is left of a transfer gets a chunk all the same when its rate was last measured so
-/// many nanoseconds ago: it may have become faster.
-const PROBE_EVERY: u64 = 1_000_000_000;
 
 /// Nanoseconds that so many bytes take at that pace.
 fn takes(bytes: u64, pace: u64) -> u128 {
@@ -29,6 +25,8 @@ fn takes(bytes: u64, pace: u64) -> u128 {
 #[derive(Debug)]
 pub(super) struct Lanes {
     all: Vec<Lane>,
+    /// Bytes of acknowledged chunks.
+    brought: u64,
     ramp: Ramp,
     /// Largest chunk, in bytes.
     chunk: u64,
@@ -105,6 +103,7 @@ impl Lanes {
     pub(super) fn new(config: &Config) -> Lanes {
         Lanes {
             all: Vec::new(),
+            brought: 0,
             ramp: Ramp::new(),
             chunk: config.chunk.clamp(1, u64::from(u32::MAX)),
             window: config.window as usize,
@@ -368,9 +367,14 @@ impl Lanes {
     /// other would finish those bytes.
     fn finishes_with(&self, now: Time, at: usize, size: u64, (left, beside): (Left, Beside)) -> bool {
         let (lane, Beside { lanes, rates, outstanding }) = (&self.all[at], beside);
-        let unsure = lane.sent_bytes == 0 && now.since(lane.measured) >= PROBE_EVERY;
-        if lanes <= 1 || rates == 0 || lane.suspected || unsure {
+        // Too slow a lane gets a chunk all the same when its rate is doubtful.
+        if lanes <= 1 || lane.suspected || lane.is_doubtful(now, self.brought) {
             return true;
+        }
+        if rates == 0 {
+            // Short transfers measure all lanes first, instead of going over the first that has room for ever.
+            let untried = |lane: &Lane| lane.sent_bytes == 0 && lane.pace(now) == 0;
+            return untried(lane) || !self.sharing(at, left).any(untried);
         }
         let alone = takes(lane.sent_bytes + size, lane.pace(now));
         let together = takes(left.of_all + outstanding, rates);
@@ -433,13 +437,13 @@ impl Lanes {
         let (mut least, mut most, mut sum) = (u64::MAX, 0, 0);
         for lane in self.all.iter().filter(|lane| lane.is_first()) {
             let pace = lane.pace(now);
-            if pace == 0 || (lane.sent.is_empty() && now.since(lane.measured) >= PROBE_EVERY) {
+            if pace == 0 || (lane.sent.is_empty() && now.since(lane.measured) >= OLD) {
                 return None;
             }
             (least, most, sum) = (least.min(pace), most.max(pace), sum + pace);
         }
         let (loaded, measured) = (stream.1.rate(), stream.1.measured());
-        let whole = if loaded > 0 && now.since(measured) < PROBE_EVERY { loaded.min(most) } else { most };
+        let whole = if loaded > 0 && now.since(measured) < OLD { loaded.min(most) } else { most };
         let [whole, slow, fast, all] = [whole, least, most, sum].map(|pace| takes(len, pace) as u64);
         Some(Gain { spread: whole.saturating_sub(all), fastest: slow - fast, off_stream: whole - fast })
     }
@@ -460,6 +464,8 @@ impl Lanes {
 
     /// A chunk of a transfer goes out on the lane at `at`.
     pub(super) fn send(&mut self, now: Time, at: usize, op: u32, serial: u32, piece: Piece) {
+        let doubtful = self.all[at].is_doubtful(now, self.brought);
+        self.all[at].judge(doubtful);
         self.all[at].send(now, op, serial, piece);
         self.ramp.sends(now);
     }
@@ -480,8 +486,10 @@ impl Lanes {
             bytes += sent.piece.len;
             each(id, sent);
         });
-        if news == 0 {
-            lane.heard(now);
+        self.brought += bytes;
+        match news {
+            0 => lane.heard(now),
+            _ => lane.measured_at(self.brought),
         }
         Ok((news, bytes))
     }

@@ -163,3 +163,48 @@ fn transfers_of_few_chunks_are_not_paced_by_the_slowest_rail() {
         assert!(parts[0] < 0.09, "{len} bytes: parts {parts:.2?}");
     }
 }
+
+/// Transfers that are too short to fill a rail measure all rails: none is left out because it was never tried.
+#[test]
+fn short_transfers_measure_all_rails() {
+    for (len, most) in [(180 << 10, 1.7), (512 << 10, 1.3)] {
+        let mut net = Net::new(&UNEVEN);
+        net.rails.iter_mut().for_each(|rail| rail.buffer = 256 << 10);
+        (0..4).for_each(|_| assert!(net.transfer_of(len, None) > 0));
+        let times = times_all_rails(&mut net, len, 10);
+        assert!(times < most, "{len} bytes take {times:.2} times what all rails take, parts {:?}", net.carried);
+    }
+    let mut net = Net::new(&UNEVEN);
+    (0..4).for_each(|_| assert!(net.transfer_of(32 << 10, None) > 0));
+    assert_eq!(net.carried[..2], [0; 2], "the fast rails carry what is two chunks");
+}
+
+/// The fastest rail was late, at first or after some transfers, as on a machine that gave its processor to others: it
+/// carries its part again before long, although what it showed then makes it too slow for such transfers.
+#[test]
+fn a_rail_that_was_late_carries_its_part_again() {
+    for (before, len, milliseconds) in
+        [(0, 180 << 10, 15), (0, 512 << 10, 40), (20, 180 << 10, 100), (20, 512 << 10, 40)]
+    {
+        let mut net = Net::new(&UNEVEN);
+        net.rails.iter_mut().for_each(|rail| rail.buffer = 256 << 10);
+        (0..before).for_each(|_| assert!(net.transfer_of(len, None) > 0));
+        net.looks[3] = milliseconds * 1_000_000;
+        for _ in 0..2 {
+            net.now = net.now.next_multiple_of(net.looks[3]) + 1;
+            net.transfer_of(len, None);
+        }
+        net.looks[3] = 1;
+        (0..300).for_each(|_| assert!(net.transfer_of(len, None) > 0));
+        let times = times_all_rails(&mut net, len, 10);
+        println!("{len} bytes, {milliseconds} ms late after {before}: {times:.2} times, parts {:?}", net.carried);
+        assert!(times < 1.8, "{len} bytes take {times:.2} times what all rails take, parts {:?}", net.carried);
+    }
+}
+
+/// Duration of transfers, as a multiple of what all rails of `UNEVEN` together need for their bytes.
+fn times_all_rails(net: &mut Net, len: u64, transfers: u64) -> f64 {
+    // Less the announcement, the consent, the last chunk's way and the confirmation.
+    let took: u64 = (0..transfers).map(|_| net.transfer_of(len, None) - 4 * LATENCY).sum();
+    took as f64 / (transfers * len * 1_000_000_000 / UNEVEN.iter().sum::<u64>()) as f64
+}

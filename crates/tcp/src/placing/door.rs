@@ -85,22 +85,22 @@ impl Door {
         });
     }
 
-    /// Takes the first connection that was added, for what makes no object of it; `None`: none was until the deadline.
+    /// Takes the connections that were added, for what makes no object of them; empty: none was until the deadline.
     ///
     /// # Errors
     /// `PeerDead`: the door was ended, for that reason.
-    pub fn first(&self, deadline: Instant) -> Result<Option<Connection>> {
+    pub fn added(&self, deadline: Instant) -> Result<Vec<Connection>> {
         loop {
-            let mut brought = self.take();
+            let brought = self.take();
             if let Some(why) = brought.end {
                 return Err(Error::new(ErrorKind::PeerDead, "placing", why));
             }
             if !brought.connections.is_empty() {
-                return Ok(Some(brought.connections.swap_remove(0)));
+                return Ok(brought.connections);
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return Ok(None);
+                return Ok(Vec::new());
             }
             let timeout = PollTimeout::try_from(left.min(WAIT)).unwrap_or(PollTimeout::ZERO);
             // An error is as good as a connection: the loop repeats.

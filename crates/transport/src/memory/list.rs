@@ -74,7 +74,7 @@ pub struct Rows {
 }
 
 impl Rows {
-    /// The rows of `strides`. `None`: no rows, more than 2^32, a row of no bytes, or more bytes than 2^63.
+    /// The rows of `strides`, which may be of no bytes. `None`: no rows, more than 2^32, or more bytes than 2^63.
     pub fn new(strides: Vec<Stride>) -> Option<Rows> {
         let (mut rows, mut bytes) = (0u64, 0u64);
         let mut firsts = Vec::with_capacity(strides.len());
@@ -84,7 +84,7 @@ impl Rows {
             firsts.push((rows, bytes));
             rows = rows.checked_add(stride.count)?;
             bytes = stride.len.checked_mul(stride.count).and_then(|more| bytes.checked_add(more))?;
-            if stride.len == 0 || stride.count == 0 || bytes > 1 << 63 || rows > ROWS_MAX {
+            if stride.count == 0 || bytes > 1 << 63 || rows > ROWS_MAX {
                 return None;
             }
             even = even.filter(|len| *len == stride.len);
@@ -96,6 +96,11 @@ impl Rows {
             runs.shrink_to_fit();
         }
         Some(Rows { strides, firsts, rows, bytes, even, per_stride, runs, shape: OnceLock::new() })
+    }
+
+    /// True if there are rows of no bytes.
+    pub fn has_empty(&self) -> bool {
+        self.strides.iter().any(|stride| stride.len == 0)
     }
 
     /// Hash of the lengths of all rows, in their order.
@@ -551,9 +556,43 @@ impl Cursor<'_> {
         Some((at, len))
     }
 
-    /// The next row.
+    /// The next row that has bytes.
     #[inline]
     fn row(&mut self) -> Option<(u64, u64)> {
+        loop {
+            let row = self.any_row()?;
+            if row.1 > 0 {
+                return Some(row);
+            }
+            self.pass_empty();
+        }
+    }
+
+    /// Passes the rows of no bytes that follow one just taken. Not one by one, because a peer's may be 2^32.
+    #[cold]
+    fn pass_empty(&mut self) {
+        let passed = match &self.list.index {
+            Index::All => {
+                let end = self.list.rows.firsts[self.stride].0 + self.list.rows.strides[self.stride].count;
+                let passed = end - self.place as u64;
+                self.place += passed as usize;
+                passed
+            }
+            Index::Some(_) => 0,
+            // Rows of unequal length: those of each time are in one stride.
+            Index::Repeated { .. } if self.place == 0 => 0,
+            Index::Repeated { block, step, .. } => {
+                let passed = block.len() - self.place;
+                (self.place, self.add) = (0, self.add + step);
+                passed as u64
+            }
+        };
+        self.left = self.left.saturating_sub(passed);
+    }
+
+    /// The next row.
+    #[inline]
+    fn any_row(&mut self) -> Option<(u64, u64)> {
         self.left = self.left.checked_sub(1)?;
         let row = match &self.list.index {
             Index::All => self.place as u64,

@@ -579,7 +579,7 @@ impl Tables {
         let (payload, token) = if self.lanes.get(lane)?.takes_lists() {
             let grant = self.loan(endpoint, memory);
             let list = Some(Box::new((list, from)));
-            (Payload { ptr: std::ptr::null(), len: len as usize, file: None, grant, list }, 0)
+            (Payload { len: len as usize, grant, list, ..Payload::EMPTY }, 0)
         } else {
             let mut bytes = vec![0; len as usize];
             // SAFETY: the rows are memory of an operation or of regions that the protocol has not released, and which
