@@ -179,7 +179,7 @@ impl DeviceEp {
     /// do.
     pub fn measure(&mut self, plan: DeviceEpPlan, observer: &mut dyn Observer) -> Result<DeviceEpSamples> {
         let traffic = self.traffic()?;
-        let (sent, returned) = (traffic.dispatch, traffic.combine);
+        let (sent, returned) = (traffic.dispatch.bytes, traffic.combine.bytes);
         let bytes = match plan.mode {
             EpMode::Dispatch => sent,
             EpMode::Combine => returned,

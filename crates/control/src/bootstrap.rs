@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 
 use crossrail_types::{Error, ErrorKind, Result, Settings, loopback};
 
-use crate::launch::{self, LAUNCHERS, Variables};
+use crate::launch::{self, LAUNCHERS, Launcher, Variables};
 
 /// Ports for stores derived from a job's id: below the ephemeral range.
 const PORTS: std::ops::Range<u16> = 15_000..30_000;
@@ -33,7 +33,7 @@ pub struct Bootstrap {
     pub local_rank: Option<u32>,
     /// The store's address.
     pub store: String,
-    /// Whether this process starts the store if no process listens there: it is rank 0, and the address may be its own.
+    /// True if this process starts the store if no process listens there: it is rank 0, and the address may be its own.
     pub host_store: bool,
     /// Distinguishes this job from others on the same store; may be empty.
     pub job: String,
@@ -53,7 +53,7 @@ struct Launched {
 
 impl Bootstrap {
     /// Reads `given`, then `CROSSRAIL_STORE`, then the variables of the launcher that gives this process a rank:
-    /// torchrun (RANK, WORLD_SIZE, LOCAL_RANK), Open MPI or Slurm. MASTER_ADDR and MASTER_PORT, which scripts export for
+    /// torchrun (RANK, WORLD_SIZE, LOCAL_RANK), mpirun or mpiexec, Flux, jsrun or Slurm. MASTER_ADDR and MASTER_PORT, which scripts export for
     /// any launcher, only place the store. `vars` returns the value of an environment variable.
     ///
     /// torchrun's own store listens on MASTER_PORT, ours on the port after it, or on one of `CROSSRAIL_PORTS`.
@@ -70,10 +70,10 @@ impl Bootstrap {
         } else if let Some(store) = &settings.store {
             with_store("CROSSRAIL_STORE", "CROSSRAIL_STORE", store, vars, given)?
         } else {
-            match launch::launcher(vars).map(|launcher| launcher.name) {
-                Some("Slurm") => slurm(vars, settings, given)?,
-                Some("Open MPI") => open_mpi(vars, settings, given)?,
-                Some(_) => torchrun(vars, settings, given)?,
+            match launch::launcher(vars) {
+                Some(launcher) if *launcher == launch::SLURM => slurm(vars, settings, given)?,
+                Some(launcher) if *launcher == launch::TORCHRUN => torchrun(vars, settings, given)?,
+                Some(launcher) => by_job(launcher, vars, settings, given)?,
                 None if torchrun_is_meant(vars) => torchrun(vars, settings, given)?,
                 None => alone(given)?,
             }
@@ -136,7 +136,8 @@ fn with_store(
             let ranked = vars(launcher.rank).is_some();
             launched.rank = if ranked { Some(reader.number(launcher.rank)?) } else { None };
             launched.size = reader.needed_unless(given.size, launcher.size_name(vars))?;
-            launched.local_rank = if ranked { reader.optional(launcher.local_rank)? } else { None };
+            let local_rank = launcher.local_rank(vars).filter(|_| ranked);
+            launched.local_rank = local_rank.map(|name| reader.number(name)).transpose()?;
             launched.taken = reader.taken;
         }
     }
@@ -177,15 +178,20 @@ impl Reader<'_> {
     fn missing(&self, name: &str) -> Error {
         let with: Vec<String> = self.taken.iter().map(|(name, value)| format!("{name}={value}")).collect();
         let beside = if with.is_empty() { String::new() } else { format!(", while {} is", with.join(" ")) };
-        Error::new(ErrorKind::Config, "join", format!("{name} is not set{beside}"))
-            .with_hint(format!("{} sets it; or pass rank, size and store as arguments", self.launcher))
+        let hint = match name {
+            "MASTER_ADDR" | "MASTER_PORT" if self.launcher != launch::TORCHRUN.name => {
+                "export it for all ranks, or CROSSRAIL_STORE=tcp://host:port".to_owned()
+            }
+            _ => format!("{} sets it; or pass rank, size and store as arguments", self.launcher),
+        };
+        Error::new(ErrorKind::Config, "join", format!("{name} is not set{beside}")).with_hint(hint)
     }
 
     fn done(self, rank: Option<u32>, size: Option<u32>, local_rank: Option<u32>) -> Launched {
         Launched { name: self.launcher, taken: self.taken, rank, size, local_rank }
     }
 
-    /// Whether the variables `here` and `all` are equal: then all ranks are on this machine.
+    /// True if the variables `here` and `all` are equal: then all ranks are on this machine.
     fn all_here(&self, here: &str, all: &str) -> bool {
         match ((self.vars)(here), (self.vars)(all)) {
             (Some(here), Some(all)) => here == all,
@@ -240,24 +246,30 @@ fn slurm(vars: Variables<'_>, settings: &Settings, given: &Overrides) -> Result<
     Ok(Bootstrap::new(&reader.done(rank, size, local_rank), given, store, job, why))
 }
 
-fn open_mpi(vars: Variables<'_>, settings: &Settings, given: &Overrides) -> Result<Bootstrap> {
-    let mut reader = Reader { launcher: "Open MPI", vars, taken: Vec::new() };
-    let rank = reader.needed_unless(given.rank, "OMPI_COMM_WORLD_RANK")?;
-    let size = reader.needed_unless(given.size, "OMPI_COMM_WORLD_SIZE")?;
-    let local_rank = if given.rank.is_none() { reader.optional("OMPI_COMM_WORLD_LOCAL_RANK")? } else { None };
-    let spread = vars("OMPI_COMM_WORLD_LOCAL_SIZE").is_some()
-        && !reader.all_here("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE");
-    let (host, why) = if spread || vars("MASTER_ADDR").is_some() {
+/// Of a launcher that names no host: MASTER_ADDR does, unless all ranks are on this machine.
+fn by_job(
+    launcher: &'static Launcher,
+    vars: Variables<'_>,
+    settings: &Settings,
+    given: &Overrides,
+) -> Result<Bootstrap> {
+    let mut reader = Reader { launcher: launcher.name, vars, taken: Vec::new() };
+    let rank = reader.needed_unless(given.rank, launcher.rank)?;
+    let size = reader.needed_unless(given.size, launcher.size_name(vars))?;
+    let local_rank = launcher.local_rank(vars).filter(|_| given.rank.is_none());
+    let local_rank = local_rank.map(|name| reader.number(name)).transpose()?;
+    let (host, why) = if launcher.is_spread(vars) || vars("MASTER_ADDR").is_some() {
         (bracketed(&reader.text("MASTER_ADDR")?), "")
     } else {
         place("", true)
     };
-    let job = ["PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"].into_iter().find(|name| vars(name).is_some());
+    let job = launcher.jobs.iter().copied().find(|name| vars(name).is_some());
     let job = job.map(|name| reader.text(name)).transpose()?;
     let port = match (&job, vars("MASTER_PORT")) {
         (_, Some(port)) => after(port)?,
         (Some(job), None) => port_of(job),
-        (None, None) => return Err(reader.missing("PMIX_NAMESPACE")),
+        (None, None) if launcher.name == "Open MPI" => return Err(reader.missing("PMIX_NAMESPACE")),
+        (None, None) => return Err(reader.missing("MASTER_PORT")),
     };
     let store = format!("tcp://{host}:{}", permitted(settings, port));
     Ok(Bootstrap::new(&reader.done(rank, size, local_rank), given, store, job.unwrap_or_default(), why))

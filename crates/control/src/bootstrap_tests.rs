@@ -268,3 +268,18 @@ fn the_stores_port_is_one_of_those_that_the_settings_name() {
     let port: u16 = found(&slurm).rsplit_once(':').unwrap().1.parse().unwrap();
     assert!(settings.ports.unwrap().contains(port), "{port}");
 }
+
+#[test]
+fn launchers_without_a_host_need_one_beyond_this_machine() {
+    let hydra = [("PMI_RANK", "1"), ("PMI_SIZE", "2"), ("MPI_LOCALRANKID", "1"), ("MPI_LOCALNRANKS", "2")];
+    let error = from_vars(&hydra).unwrap_err().to_string();
+    assert!(error.contains("MASTER_PORT is not set") && error.contains("export it for all ranks"), "{error}");
+    let found = from_vars(&[&hydra[..], &[("MASTER_PORT", "7000")]].concat()).unwrap();
+    assert_eq!((found.rank, found.size, found.local_rank), (Some(1), Some(2), Some(1)));
+    assert_eq!(found.store, "tcp://127.0.0.1:7001", "all ranks are here");
+    let flux = [("FLUX_TASK_RANK", "0"), ("FLUX_JOB_SIZE", "4"), ("FLUX_JOB_NNODES", "2"), ("FLUX_JOB_ID", "f1")];
+    let error = from_vars(&flux).unwrap_err().to_string();
+    assert!(error.contains("MASTER_ADDR is not set"), "{error}");
+    let found = from_vars(&[&flux[..], &[("MASTER_ADDR", "node1")]].concat()).unwrap();
+    assert!(found.store.starts_with("tcp://node1:") && found.host_store, "{found:?}");
+}

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use crate::builtin::contents::{Contents, Outbox};
 use crate::builtin::frames::{Answer, Change, Request, Value, encode};
-use crate::membership::{Process, Roster, Row, rank_key};
+use crate::membership::{Process, Roster, Row, Search, rank_key};
 use crate::{Entry, Event, Revision};
 
 const MEMBERS: &str = "crossrail/g/member/";
@@ -13,10 +13,12 @@ const MEMBERS: &str = "crossrail/g/member/";
 /// Everything that is sent to the ranks.
 #[derive(Default)]
 struct Network {
-    /// Answers, and their bytes, by rank.
+    /// Requests and answers, and their bytes, by rank.
+    requests: Vec<(u64, u64)>,
     answers: Vec<(u64, u64)>,
-    /// Changes of members, by rank.
-    changes: Vec<Vec<Event>>,
+    /// Changes of members that rank `watched` has received.
+    changes: Vec<Event>,
+    watched: u64,
     /// Waits that were answered.
     ended: usize,
 }
@@ -28,7 +30,7 @@ impl Outbox for Network {
         let (answers, bytes) = &mut self.answers[client as usize];
         (*answers, *bytes) = (*answers + 1, *bytes + frame.len() as u64);
         match answer {
-            Answer::Changes(changes) => self.changes[client as usize].extend(changes.iter().map(event)),
+            Answer::Changes(changes) if client == self.watched => self.changes.extend(changes.iter().map(event)),
             Answer::Entries { more: false, .. } => self.ended += 1,
             _ => {}
         }
@@ -56,16 +58,34 @@ struct Crowd {
     now: Instant,
     ranks: u32,
     calls: u64,
+    most_memory: u64,
+}
+
+/// Memory of this process in bytes, as far as it is resident; other tests may run in it.
+fn memory() -> u64 {
+    let text = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
+    text.split(' ').nth(1).and_then(|pages| pages.parse::<u64>().ok()).unwrap_or(0) * 4096
 }
 
 impl Crowd {
     fn ask(&mut self, rank: u32, request: &Request<'_>) {
         self.calls += 1;
+        let mut frame = Vec::new();
+        encode(&mut frame, self.calls, request).expect("it fits a frame");
+        let (requests, bytes) = &mut self.network.requests[rank as usize];
+        (*requests, *bytes) = (*requests + 1, *bytes + frame.len() as u64);
         self.contents.apply(self.now, u64::from(rank), self.calls, request, &mut self.network);
     }
 
     fn put(&mut self, rank: u32, key: &str, value: &[u8]) {
         self.ask(rank, &Request::Put { key, value: Value(value), lease: 0 });
+    }
+
+    /// Every rank puts a value under a key of its own.
+    fn announce(&mut self, prefix: &str, value: &[u8]) {
+        for rank in 0..self.ranks {
+            self.put(rank, &rank_key(prefix, rank), value);
+        }
     }
 
     /// Every rank puts a value under a key of its own and waits for those of all.
@@ -77,23 +97,31 @@ impl Crowd {
         for rank in 0..self.ranks {
             self.put(rank, keys[rank as usize], value);
             self.ask(rank, &Request::Wait { keys: keys.clone(), timeout_us });
+            if rank + 2 == self.ranks {
+                self.most_memory = self.most_memory.max(memory());
+            }
         }
         assert_eq!(self.network.ended, self.ranks as usize, "all have all values");
     }
 }
 
-/// Cost for one rank and for the store until the group has met, exchanged addresses and passed a barrier.
+/// Cost for one rank and for the store until the group has met, its expert buffers have announced their construction and
+/// exchanged addresses, and all have passed a barrier.
 struct Cost {
-    answers_per_rank: u64,
-    bytes_per_rank: u64,
+    /// Of the busiest rank: number and bytes.
+    requests: (u64, u64),
+    answers: (u64, u64),
     store: Duration,
     rank: Duration,
+    memory: u64,
 }
 
 fn meeting_of(ranks: u32) -> Cost {
+    let none = vec![(0, 0); ranks as usize];
     let network =
-        Network { answers: vec![(0, 0); ranks as usize], changes: (0..ranks).map(|_| Vec::new()).collect(), ended: 0 };
-    let mut crowd = Crowd { contents: Contents::new(0), network, now: Instant::now(), ranks, calls: 0 };
+        Network { requests: none.clone(), answers: none, watched: u64::from(ranks) - 1, ..Network::default() };
+    let before = memory();
+    let mut crowd = Crowd { contents: Contents::new(0), network, now: Instant::now(), ranks, calls: 0, most_memory: 0 };
     let row = Row {
         incarnation: 7,
         size: ranks,
@@ -111,39 +139,56 @@ fn meeting_of(ranks: u32) -> Cost {
     for rank in 0..ranks {
         crowd.put(rank, &rank_key(MEMBERS, rank), &row.encode().expect("a row"));
     }
-    crowd.exchange("crossrail/g/address/", &[1; 300]);
+    crowd.announce("crossrail/g/ep/making/", &[1; 200]);
+    crowd.exchange("crossrail/g/ep/address/", &[1; 300]);
+    for rank in 0..ranks {
+        crowd.ask(rank, &Request::Delete(&rank_key("crossrail/g/ep/making/", rank)));
+    }
     crowd.exchange("crossrail/g/barrier/", &[]);
     let store = began.elapsed();
     // What the last rank makes of the changes: it looks for all ranks after each, as a wait for members does.
-    let events = std::mem::take(&mut crowd.network.changes[ranks as usize - 1]);
+    let events = std::mem::take(&mut crowd.network.changes);
     let began = Instant::now();
     let mut roster = Roster::new(ranks - 1, &[], crowd.now);
-    let mut present = 0;
+    let numbers: Vec<u32> = (0..ranks).collect();
+    let mut search = Search::new(&numbers);
+    let mut present = None;
     for event in &events {
         roster.event(event, crowd.now, SystemTime::UNIX_EPOCH);
-        present = (0..ranks).filter(|rank| roster.incarnation(*rank).is_some()).count();
+        present = search.all(|rank| roster.incarnation(rank));
     }
-    assert_eq!(present, ranks as usize);
-    let (answers_per_rank, bytes_per_rank) = *crowd.network.answers.iter().max().expect("ranks");
-    Cost { answers_per_rank, bytes_per_rank, store, rank: began.elapsed() }
+    assert!(present.is_some_and(|there| there.len() == ranks as usize));
+    let most = |counts: &[(u64, u64)]| *counts.iter().max().expect("ranks");
+    let Network { requests, answers, .. } = &crowd.network;
+    let memory = crowd.most_memory.saturating_sub(before);
+    Cost { requests: most(requests), answers: most(answers), store, rank: began.elapsed(), memory }
 }
 
 #[test]
 fn meeting_costs_each_rank_in_proportion_to_the_ranks() {
     let of = |ranks: u32| {
         let cost = meeting_of(ranks);
+        let Cost { requests, answers, store, rank, memory } = &cost;
         println!(
-            "{ranks} ranks: {} answers of {} bytes in all to each; the store took {:?}, a rank {:?}",
-            cost.answers_per_rank, cost.bytes_per_rank, cost.store, cost.rank
+            "{ranks} ranks: each sends {} requests of {} bytes in all and receives {} answers of {} bytes; the store takes \
+             {store:?} and some {} MB for all ranks, a rank {rank:?}",
+            requests.0,
+            requests.1,
+            answers.0,
+            answers.1,
+            memory >> 20
         );
         cost
     };
     let (some, many) = (of(256), of(1024));
     // One for each member that joins, and for each of its own requests one or two.
-    assert!(many.answers_per_rank <= 1024 + 16, "{} answers", many.answers_per_rank);
-    assert!(many.bytes_per_rank <= 1024 * 1024, "{} bytes", many.bytes_per_rank);
-    assert!(many.bytes_per_rank <= 5 * some.bytes_per_rank, "more than in proportion");
+    assert!(many.answers.0 <= 1024 + 16, "{:?} answers", many.answers);
+    assert!(many.answers.1 <= 1024 * 1024, "{:?} bytes", many.answers);
+    assert!(many.answers.1 <= 5 * some.answers.1, "more than in proportion");
+    assert!(many.requests.0 == some.requests.0 && many.requests.1 <= 5 * some.requests.1, "{:?}", many.requests);
     // Four times the ranks are sixteen times the pairs; what grows with the third power takes 64 times as long.
     let factor = many.store.as_secs_f64() / some.store.as_secs_f64();
     assert!(factor < 40.0, "the store takes {factor:.1} times as long for four times the ranks");
+    let factor = many.rank.as_secs_f64() / some.rank.as_secs_f64();
+    assert!(factor < 12.0, "a rank takes {factor:.1} times as long for four times the ranks");
 }

@@ -12,41 +12,94 @@ pub(crate) struct Launcher {
     pub(crate) rank: &'static str,
     /// Variables with the number of ranks, in order of precedence.
     sizes: &'static [&'static str],
-    pub(crate) local_rank: &'static str,
+    local_ranks: &'static [&'static str],
     local_sizes: &'static [&'static str],
+    /// Variables with an id of the job.
+    pub(crate) jobs: &'static [&'static str],
 }
 
-const TORCHRUN: Launcher = Launcher {
+pub(crate) const TORCHRUN: Launcher = Launcher {
     name: "torchrun",
     rank: "RANK",
     sizes: &["WORLD_SIZE"],
-    local_rank: "LOCAL_RANK",
+    local_ranks: &["LOCAL_RANK"],
     local_sizes: &["LOCAL_WORLD_SIZE"],
+    jobs: &[],
 };
 const OPEN_MPI: Launcher = Launcher {
     name: "Open MPI",
     rank: "OMPI_COMM_WORLD_RANK",
     sizes: &["OMPI_COMM_WORLD_SIZE"],
-    local_rank: "OMPI_COMM_WORLD_LOCAL_RANK",
+    local_ranks: &["OMPI_COMM_WORLD_LOCAL_RANK"],
     local_sizes: &["OMPI_COMM_WORLD_LOCAL_SIZE"],
+    jobs: &["PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"],
+};
+const FLUX: Launcher = Launcher {
+    name: "Flux",
+    rank: "FLUX_TASK_RANK",
+    sizes: &["FLUX_JOB_SIZE"],
+    local_ranks: &["FLUX_TASK_LOCAL_ID"],
+    local_sizes: &[],
+    jobs: &["FLUX_JOB_ID"],
+};
+const JSM: Launcher = Launcher {
+    name: "jsrun",
+    rank: "JSM_NAMESPACE_RANK",
+    sizes: &["JSM_NAMESPACE_SIZE"],
+    local_ranks: &["JSM_NAMESPACE_LOCAL_RANK"],
+    local_sizes: &["JSM_NAMESPACE_LOCAL_SIZE"],
+    jobs: &["LSB_JOBID"],
+};
+/// mpiexec of MPICH, Intel MPI and Cray's PALS.
+const PMI: Launcher = Launcher {
+    name: "PMI",
+    rank: "PMI_RANK",
+    sizes: &["PMI_SIZE"],
+    local_ranks: &["MPI_LOCALRANKID", "PALS_LOCAL_RANKID"],
+    local_sizes: &["MPI_LOCALNRANKS", "PALS_LOCAL_SIZE"],
+    jobs: &["PALS_APID"],
 };
 /// A step may have fewer tasks than its job.
 pub(crate) const SLURM: Launcher = Launcher {
     name: "Slurm",
     rank: "SLURM_PROCID",
     sizes: &["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"],
-    local_rank: "SLURM_LOCALID",
+    local_ranks: &["SLURM_LOCALID"],
     local_sizes: &[],
+    jobs: &[],
 };
 
 /// All launchers. One that is started by another comes before that: torchrun and mpirun run inside Slurm's jobs, and
 /// their processes have its variables, too.
-pub(crate) const LAUNCHERS: [&Launcher; 3] = [&TORCHRUN, &OPEN_MPI, &SLURM];
+pub(crate) const LAUNCHERS: [&Launcher; 6] = [&TORCHRUN, &OPEN_MPI, &FLUX, &JSM, &PMI, &SLURM];
 
 /// The launcher that gives this process a rank.
 pub(crate) fn launcher(vars: Variables<'_>) -> Option<&'static Launcher> {
-    let gives_rank = |launcher: &&&Launcher| vars(launcher.rank).is_some() && !launcher.is_batch_script(vars);
-    LAUNCHERS.iter().find(gives_rank).copied()
+    let gives_rank = |launcher: &&Launcher| vars(launcher.rank).is_some() && !launcher.is_batch_script(vars);
+    let mut giving = LAUNCHERS.into_iter().filter(gives_rank);
+    let first = giving.next()?;
+    // Other launchers that started several processes, the innermost first.
+    let mut others = giving.filter(|other| other.place(vars).is_none_or(|(_, size)| size > 1));
+    if *first == TORCHRUN {
+        let other = others.next();
+        let is_outer =
+            TORCHRUN.local_rank(vars).is_none() || other.is_some_and(|other| started_by_torchrun(other, vars));
+        return other.filter(|_| is_outer).or(Some(first));
+    }
+    // Slurm's own PMI has the numbers of Slurm, which knows its nodes as well.
+    let same = |other: &&Launcher| **other == SLURM && other.place(vars) == first.place(vars);
+    if *first == PMI { others.find(same).or(Some(first)) } else { Some(first) }
+}
+
+/// One of torchrun's processes started this launcher; else torchrun runs once below each process of the launcher, or both
+/// have the same processes.
+fn started_by_torchrun(inner: &Launcher, vars: Variables<'_>) -> bool {
+    let here = TORCHRUN.local_sizes.iter().find_map(|name| vars(name)).and_then(|size| size.parse::<u32>().ok());
+    let ((Some((rank, all)), Some((inner_rank, size))), Some(here)) = ((TORCHRUN.place(vars), inner.place(vars)), here)
+    else {
+        return false;
+    };
+    *inner != SLURM && size.checked_mul(here) != Some(all) && (inner_rank, size) != (rank, all)
 }
 
 impl Launcher {
@@ -59,6 +112,30 @@ impl Launcher {
     /// The number of ranks, as text.
     pub(crate) fn size(&self, vars: Variables<'_>) -> Option<String> {
         self.sizes.iter().find_map(|name| vars(name))
+    }
+
+    /// The variable of the rank on its machine, if one is set.
+    pub(crate) fn local_rank(&self, vars: Variables<'_>) -> Option<&'static str> {
+        self.local_ranks.iter().find(|name| vars(name).is_some()).copied()
+    }
+
+    /// The variable of the number of ranks on its machine, if one is set.
+    pub(crate) fn local_size(&self, vars: Variables<'_>) -> Option<&'static str> {
+        self.local_sizes.iter().find(|name| vars(name).is_some()).copied()
+    }
+
+    /// True if ranks are, or may be, on several machines.
+    pub(crate) fn is_spread(&self, vars: Variables<'_>) -> bool {
+        match self.local_size(vars) {
+            Some(name) => vars(name) != self.size(vars),
+            None if *self == FLUX => vars("FLUX_JOB_NNODES").is_some_and(|nodes| nodes != "1"),
+            None => *self != OPEN_MPI,
+        }
+    }
+
+    /// The rank and the number of ranks, if both are numbers.
+    fn place(&self, vars: Variables<'_>) -> Option<(u32, u32)> {
+        Some((vars(self.rank)?.parse().ok()?, self.size(vars)?.parse().ok()?))
     }
 
     /// This process is the batch script of a Slurm job, which runs once, and not a task of srun.
@@ -100,19 +177,19 @@ impl Launch {
         };
         let missing = |name: &str| Error::new(ErrorKind::Config, name, format!("not set by {}", launcher.name));
         let rank = number(launcher.rank)?.unwrap_or_default();
-        let local_rank = number(launcher.local_rank)?;
+        let local_rank = launcher.local_rank(vars).map(number).transpose()?.flatten();
         // Ranks that are set by hand, one for each node: the command starts the processes there itself.
         if *launcher == TORCHRUN && local_rank.is_none() {
             return Ok(None);
         }
         let name = launcher.size_name(vars);
         let size = number(name)?.ok_or_else(|| missing(name))?;
-        let local_size = launcher.local_sizes.iter().find_map(|name| number(name).transpose()).transpose()?;
-        let local_size = match local_size {
+        let local_size = match launcher.local_size(vars).map(number).transpose()?.flatten() {
             None if *launcher == SLURM => tasks_here(vars, size, number("SLURM_NODEID")?, number("SLURM_NNODES")?),
+            None if *launcher == FLUX => size.div_ceil(number("FLUX_JOB_NNODES")?.unwrap_or(1).max(1)),
             known => known.unwrap_or(size),
         };
-        let local_rank = local_rank.unwrap_or(if *launcher == SLURM { 0 } else { rank });
+        let local_rank = local_rank.unwrap_or(if *launcher == SLURM { 0 } else { rank % local_size.max(1) });
         if rank >= size || local_rank >= local_size {
             let text = format!("process {rank} of {size}, {local_rank} of {local_size} on this machine");
             return Err(Error::new(ErrorKind::Config, launcher.rank, text)
@@ -167,8 +244,37 @@ mod tests {
         assert_eq!(of(&[&slurm[..], &torch].concat()).unwrap(), launch("torchrun", 5, 8, 1, 4), "torchrun in a job");
         assert_eq!(of(&exported).unwrap(), None);
         assert_eq!(of(&torch[..2]).unwrap(), None, "nodes, by hand");
+        let left = [&slurm[..], &[("RANK", "0"), ("WORLD_SIZE", "1")]].concat();
+        assert_eq!(of(&left).unwrap(), launch("Slurm", 1, 2, 0, 2), "RANK was left over");
+        let shell = [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "1"), ("RANK", "1"), ("WORLD_SIZE", "2")];
+        assert_eq!(of(&shell).unwrap(), None, "nodes, by hand, from a shell of srun's");
+        let below = [("OMPI_COMM_WORLD_RANK", "1"), ("OMPI_COMM_WORLD_SIZE", "2"), ("OMPI_COMM_WORLD_LOCAL_RANK", "1")];
+        assert_eq!(of(&[&torch[..], &below].concat()).unwrap(), launch("torchrun", 5, 8, 1, 4), "one for each node");
+        let worker = [("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")];
+        assert_eq!(of(&[&worker[..], &below].concat()).unwrap(), launch("Open MPI", 1, 2, 1, 2), "mpirun by a worker");
         let script = [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "4"), ("ENVIRONMENT", "BATCH")];
         assert_eq!(of(&script).unwrap(), None, "the script of the job");
+    }
+
+    #[test]
+    fn ranks_of_other_launchers_are_found() {
+        let slurm = [("SLURM_PROCID", "1"), ("SLURM_NTASKS", "2"), ("SLURM_STEP_ID", "0"), ("SLURM_NNODES", "2")];
+        let hydra = [("PMI_RANK", "3"), ("PMI_SIZE", "4"), ("MPI_LOCALRANKID", "1"), ("MPI_LOCALNRANKS", "2")];
+        let srun = [("PMI_RANK", "1"), ("PMI_SIZE", "2")];
+        let pals = [("PMI_RANK", "1"), ("PMI_SIZE", "2"), ("PALS_LOCAL_RANKID", "1")];
+        let flux = [("FLUX_TASK_RANK", "3"), ("FLUX_JOB_SIZE", "4"), ("FLUX_JOB_NNODES", "2"), ("PMI_RANK", "3")];
+        let jsrun = [("JSM_NAMESPACE_RANK", "1"), ("JSM_NAMESPACE_SIZE", "2"), ("JSM_NAMESPACE_LOCAL_RANK", "1")];
+        for (vars, launcher, [rank, size, local_rank, local_size]) in [
+            (hydra.to_vec(), "PMI", [3, 4, 1, 2]),
+            ([&slurm[..], &hydra].concat(), "PMI", [3, 4, 1, 2]),
+            ([&slurm[..], &srun].concat(), "Slurm", [1, 2, 0, 1]),
+            (pals.to_vec(), "PMI", [1, 2, 1, 2]),
+            (flux.to_vec(), "Flux", [3, 4, 1, 2]),
+            (jsrun.to_vec(), "jsrun", [1, 2, 1, 2]),
+        ] {
+            let launch = Launch { launcher, rank, size, local_rank, local_size };
+            assert_eq!(of(&vars).unwrap(), Some(launch), "{vars:?}");
+        }
     }
 
     #[test]

@@ -357,6 +357,32 @@ fn time_of_day(now: SystemTime) -> String {
     format!("{hours:02}:{minutes:02}:{:02}.{:03} UTC", seconds % 60, since.subsec_millis())
 }
 
+/// A search for all of some ranks, repeated while they arrive. Each time it continues at the first one that was missing, so
+/// that all of it takes time in proportion to the ranks; those before are checked again once no other is missing.
+pub(crate) struct Search<'a> {
+    ranks: &'a [u32],
+    found: usize,
+}
+
+impl<'a> Search<'a> {
+    pub(crate) fn new(ranks: &'a [u32]) -> Search<'a> {
+        Search { ranks, found: 0 }
+    }
+
+    /// The values of `known` for all of them, in their order; `None` if one is missing.
+    pub(crate) fn all(&mut self, known: impl Fn(u32) -> Option<u64>) -> Option<Vec<u64>> {
+        self.found += self.ranks[self.found..].iter().take_while(|rank| known(**rank).is_some()).count();
+        if self.found < self.ranks.len() {
+            return None;
+        }
+        let all: Option<Vec<u64>> = self.ranks.iter().map(|rank| known(*rank)).collect();
+        if all.is_none() {
+            self.found = 0;
+        }
+        all
+    }
+}
+
 #[cfg(test)]
 #[path = "membership_tests.rs"]
 mod tests;

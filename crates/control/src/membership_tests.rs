@@ -156,3 +156,14 @@ fn keys_sort_as_ranks_and_give_them_back() {
     assert_eq!(key_rank(&keys[2]), Some(1234));
     assert_eq!(key_rank("p/x"), None);
 }
+
+#[test]
+fn a_search_continues_where_a_rank_was_missing_and_checks_all_at_the_end() {
+    let ranks = [3, 5, 9];
+    let mut search = Search::new(&ranks);
+    assert_eq!(search.all(|_| None), None);
+    assert_eq!(search.all(|rank| (rank < 9).then_some(1)), None);
+    // Rank 3 has left meanwhile.
+    assert_eq!(search.all(|rank| (rank > 3).then_some(1)), None);
+    assert_eq!(search.all(|rank| Some(rank.into())), Some(vec![3, 5, 9]));
+}

@@ -56,8 +56,8 @@ pub trait Lease: Send + Sync + Debug {
     /// How long it lives after its last renewal.
     fn ttl(&self) -> Duration;
 
-    /// Whether every renewal so far was in time, as far as is known. Once false it stays false: its keys may have
-    /// vanished.
+    /// False once it was revoked, the store has answered that it ended, or the store could not be reached for its
+    /// lifetime; it stays false. Answers that are late do not end it: the store decides which renewals were in time.
     fn is_alive(&self) -> bool;
 
     /// Revokes it now; its keys vanish.

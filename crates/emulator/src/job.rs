@@ -3,8 +3,8 @@
 
 use crossrail_cuda::Grid;
 use crossrail_kernels::ep::{
-    EP_COMMANDS, EP_FAULTS, EXPERT_COMBINE, EXPERT_COMBINE_FP8, EXPERT_COMBINE_LOGFMT10, EXPERT_DISPATCH,
-    EpCombineArgs, EpCommon, EpDispatchArgs, EpFault, EpHandle, Layout, Payload, Scale, Shape, stage_name,
+    EP_COMMANDS, EXPERT_COMBINE, EXPERT_COMBINE_FP8, EXPERT_COMBINE_LOGFMT10, EXPERT_DISPATCH, EpCombineArgs, EpCommon,
+    EpDispatchArgs, EpFault, EpHandle, Layout, Payload, Scale, Shape, faults_of, stage_name,
 };
 
 use crate::coding::Coding;
@@ -94,7 +94,7 @@ impl<G: Gpus> Job<G> {
                 commands,
                 read,
                 peers: gpus.memory_of(&format!("peers of {rank}"), &addresses),
-                faults: gpus.zeroed(&format!("faults of {rank}"), size_of::<EpFault>() * EP_FAULTS as usize),
+                faults: gpus.zeroed(&format!("faults of {rank}"), size_of::<EpFault>() * faults_of(&shape) as usize),
                 waits: gpus.zeroed(&format!("waits of {rank}"), 8 * shape.ranks as usize),
             });
         }
@@ -153,7 +153,7 @@ impl<G: Gpus> Job<G> {
         let flags = u64::from(self.shape.max_tokens * self.shape.pieces());
         let by_others = (0..self.shape.ranks as usize).filter(|source| source % node != rank % node);
         let pieces = by_others.map(|source| {
-            let at = heap.inbox(source as u32) + heap.row_flags + flags * 8;
+            let at = heap.inbox(source as u32) + heap.row_flags + flags * heap.flag_stride;
             let flags: Vec<u64> = self.ranks[rank].heap.read(at as usize, flags as usize);
             flags.iter().filter(|flag| **flag == 1).count() as u64
         });
@@ -179,7 +179,8 @@ impl<G: Gpus> Job<G> {
 
     /// Faults that kernels of `rank` reported: the rank that timed out, and the stage.
     pub fn faults(&self, rank: usize) -> Vec<(u32, u32)> {
-        let words: Vec<u32> = self.ranks[rank].faults.read(0, size_of::<EpFault>() / 4 * EP_FAULTS as usize);
+        let words: Vec<u32> =
+            self.ranks[rank].faults.read(0, size_of::<EpFault>() / 4 * faults_of(&self.shape) as usize);
         let faults = words.chunks_exact(size_of::<EpFault>() / 4).filter(|fault| fault[0] != 0);
         faults.map(|fault| (fault[6], fault[7])).collect()
     }
@@ -410,20 +411,37 @@ impl<M: GpuMemory> ByExpert<M> {
         gone.iter().for_each(|gone| fewer.active[*gone] = false);
         let (whole, less) = (expected(&self.routing), expected(&fewer));
         let one = &self.ranks[rank];
-        let mut lacking = 0;
-        for (token, (whole, less)) in whole.chunks_exact(hidden).zip(less.chunks_exact(hidden)).enumerate() {
-            let got: Vec<u16> = one.out.read(token * one.combine.out_stride as usize, hidden);
-            for (number, got) in got.chunks(piece).enumerate() {
-                let of = |row: &[u16]| row[number * piece..][..got.len()] == *got;
-                if !of(whole) && !of(less) {
-                    let what = format!("the sum of token {token}, piece {number}, at rank {rank}");
-                    return Err(format!("{what} is neither whole nor without ranks {gone:?}"));
-                }
-                lacking += usize::from(!of(whole));
-            }
-        }
-        Ok(lacking)
+        let lacks = lacking(&one.out, one.combine.out_stride as usize, [&whole, &less], hidden, piece);
+        let lacks =
+            lacks.map_err(|what| format!("{what} at rank {rank} is neither whole nor without ranks {gone:?}"))?;
+        Ok(lacks.iter().filter(|lacks| **lacks).count())
     }
+}
+
+/// Pieces of a combine's rows: true for a piece that equals the second of two expected values and not the first.
+///
+/// # Errors
+/// Naming a piece that is neither.
+pub fn lacking<M: GpuMemory>(
+    out: &M,
+    stride: usize,
+    expected: [&[u16]; 2],
+    hidden: usize,
+    piece: usize,
+) -> Result<Vec<bool>, String> {
+    let mut lacking = Vec::new();
+    let [whole, less] = expected.map(|rows| rows.chunks_exact(hidden));
+    for (token, (whole, less)) in whole.zip(less).enumerate() {
+        let got: Vec<u16> = out.read(token * stride, hidden);
+        for (number, got) in got.chunks(piece).enumerate() {
+            let of = |row: &[u16]| row[number * piece..][..got.len()] == *got;
+            if !of(whole) && !of(less) {
+                return Err(format!("the sum of token {token}, piece {number},"));
+            }
+            lacking.push(!of(whole));
+        }
+    }
+    Ok(lacking)
 }
 
 /// Compares combine's rows with those expected, by rank.

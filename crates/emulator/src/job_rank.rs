@@ -6,7 +6,7 @@ use crossrail_kernels::ep::{
     RANK_DISPATCH, Shape,
 };
 
-use crate::job::{Input, Job, check_sums, combine_args, ids, same};
+use crate::job::{Input, Job, check_sums, combine_args, ids, lacking, same};
 use crate::reference::{self, Outputs, Routing, Wire};
 use crate::{GpuMemory, Gpus, Memory, Numbers};
 
@@ -31,6 +31,8 @@ pub struct ByRank<M = Memory> {
     pub ranks: Vec<RankRank<M>>,
     /// It repeats the routing of an earlier one.
     pub cached: bool,
+    /// Ranks, and others of which nothing reaches them.
+    pub apart: Vec<[usize; 2]>,
 }
 
 /// What one rank has of it.
@@ -98,7 +100,7 @@ impl<M: GpuMemory> ByRank<M> {
             tokens.iter().map(|tokens| (0..count).map(|_| reference::random_rows(numbers, *tokens, hidden)).collect());
         let biases = biases.collect();
         let (alignment, weighted) = ([1, 1, 4, 128][numbers.below(4) as usize], numbers.once_in(2));
-        ByRank { routing, alignment, weighted, x, biases, ranks: Vec::new(), cached: false }
+        ByRank { routing, alignment, weighted, x, biases, ranks: Vec::new(), cached: false, apart: Vec::new() }
     }
 
     fn fill<G: Gpus<Memory = M>>(&mut self, job: &mut Job<G>, numbers: &mut Numbers, region: u32, handles: Vec<M>) {
@@ -241,7 +243,9 @@ impl<M: GpuMemory> ByRank<M> {
         same("offsets", &one.out_offsets.read::<i64>(0, expected.offsets.len()), &expected.offsets)?;
         same("the word's rows", &[one.count_word.read::<u32>(0, 1)[0]], &[count as u32])?;
         let active = self.routing.active.iter().enumerate();
-        let said: Vec<u32> = active.map(|(rank, there)| if *there { says(rank) } else { EP_NO_REPORT }).collect();
+        let is_heard = |source: usize, there: bool| there && !self.apart.contains(&[rank, source]);
+        let said = active.map(|(source, there)| if is_heard(source, *there) { says(source) } else { EP_NO_REPORT });
+        let said: Vec<u32> = said.collect();
         same("what the hosts say", &one.host_words.read::<u32>(0, said.len()), &said)?;
         if !self.cached {
             let header = one.handle.read::<u64>(shape.handle(Layout::Rank).header as usize, 3);
@@ -286,12 +290,7 @@ impl<M: GpuMemory> ByRank<M> {
     /// What combine gave is what it must be, on all ranks that take part.
     pub fn check_combine<G: Gpus<Memory = M>>(&self, job: &Job<G>) -> Result<(), String> {
         let (hidden, topk) = (job.shape.hidden as usize, job.shape.topk as usize);
-        let outputs: Vec<Outputs> =
-            self.ranks.iter().map(|one| Outputs { hidden, values: one.y.read(0, one.y.len() / 2) }).collect();
-        let weights: Vec<Vec<f32>> =
-            self.ranks.iter().map(|one| one.y_weights.read(0, one.y_weights.len() / 4)).collect();
-        let expected = reference::combine_rank(&job.shape, &self.routing, &outputs, &weights, &self.biases);
-        let (rows, sums): (Vec<Vec<u16>>, Vec<Vec<f32>>) = expected.into_iter().unzip();
+        let (rows, sums) = self.expected(job, &[]);
         check_sums(&self.routing, hidden, &rows, |rank| {
             (self.ranks[rank].out.clone(), self.ranks[rank].combine.out_stride as usize)
         })?;
@@ -300,6 +299,46 @@ impl<M: GpuMemory> ByRank<M> {
             same(&format!("combine at rank {rank}: weights"), &got, sums)?;
         }
         Ok(())
+    }
+
+    /// Rows and weights that a combine gives without what ranks `gone` return.
+    fn expected<G: Gpus<Memory = M>>(&self, job: &Job<G>, gone: &[usize]) -> (Vec<Vec<u16>>, Vec<Vec<f32>>) {
+        let hidden = job.shape.hidden as usize;
+        let outputs: Vec<Outputs> =
+            self.ranks.iter().map(|one| Outputs { hidden, values: one.y.read(0, one.y.len() / 2) }).collect();
+        let weights: Vec<Vec<f32>> =
+            self.ranks.iter().map(|one| one.y_weights.read(0, one.y_weights.len() / 4)).collect();
+        let mut routing = self.routing.clone();
+        gone.iter().for_each(|gone| routing.active[*gone] = false);
+        reference::combine_rank(&job.shape, &routing, &outputs, &weights, &self.biases).into_iter().unzip()
+    }
+
+    /// At `rank`, each piece of a token's sum is whole, or lacks exactly what ranks `gone` would have returned for it; its
+    /// weights as its first piece. Returns how many pieces lack some.
+    pub fn check_combine_lacking<G: Gpus<Memory = M>>(
+        &self,
+        job: &Job<G>,
+        rank: usize,
+        gone: &[usize],
+    ) -> Result<usize, String> {
+        let (shape, one) = (&job.shape, &self.ranks[rank]);
+        let (hidden, topk) = (shape.hidden as usize, shape.topk as usize);
+        let ([rows, less_rows], [sums, less_sums]) = {
+            let (whole, less) = (self.expected(job, &[]), self.expected(job, gone));
+            ([whole.0, less.0], [whole.1, less.1])
+        };
+        let (stride, piece) = (one.combine.out_stride as usize, shape.tuning().piece as usize);
+        let lacks = lacking(&one.out, stride, [&rows[rank], &less_rows[rank]], hidden, piece);
+        let lacks =
+            lacks.map_err(|what| format!("{what} at rank {rank} is neither whole nor without ranks {gone:?}"))?;
+        for (token, lacks) in lacks.iter().step_by(shape.pieces() as usize).enumerate().filter(|_| self.weighted) {
+            let got = one.out_weights.read::<f32>(4 * token * topk, topk);
+            let of = |sums: &[f32]| sums[token * topk..][..topk] == got;
+            if !(of(&less_sums[rank]) || !lacks && of(&sums[rank])) {
+                return Err(format!("weights of token {token} at rank {rank} are {got:?}, with lacking rows: {lacks}"));
+            }
+        }
+        Ok(lacks.iter().filter(|lacks| **lacks).count())
     }
 }
 

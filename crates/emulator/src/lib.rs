@@ -37,7 +37,7 @@ pub use self::numbers::Numbers;
 
 /// Streams n, n + STREAMS, ... belong to one GPU: what its threads release at GPU scope is visible to each other only.
 pub const STREAMS: u32 = 1000;
-/// Upper bound on the real time of one run.
+/// Upper bound on the real time of one run, unless a test sets another.
 const LIMIT_MS: u64 = 60_000;
 
 /// GPUs on which a job's kernels run: emulated or real. A rank is a stream; launches are queued and run together.
@@ -104,6 +104,10 @@ pub struct Emulator {
     queue: Vec<Launch>,
     areas: Vec<Weak<Area>>,
     next_stream: u32,
+    /// Blocks of each launch that begin only as others end, as where other processes occupy multiprocessors.
+    pub late_blocks: u32,
+    /// Upper bound on the real time of one run in milliseconds.
+    pub limit_ms: u64,
 }
 
 struct Launch {
@@ -124,7 +128,25 @@ impl Emulator {
     /// Emulates kernels that are compiled already.
     pub fn new(library: &Arc<Library>) -> Emulator {
         // Above the streams that callers number.
-        Emulator { library: Arc::clone(library), queue: Vec::new(), areas: Vec::new(), next_stream: 500 }
+        Emulator {
+            library: Arc::clone(library),
+            queue: Vec::new(),
+            areas: Vec::new(),
+            next_stream: 500,
+            late_blocks: 0,
+            limit_ms: LIMIT_MS,
+        }
+    }
+
+    /// Memory of the caller, which kernels may access as long as the result exists. Accesses of the caller are not checked.
+    ///
+    /// # Safety
+    /// The memory must outlive the result; the caller must not access it during calls of the result.
+    pub unsafe fn lend(&mut self, name: &str, at: u64, bytes: usize) -> Memory {
+        let layout = Layout::from_size_align(bytes, 8).expect("a size that there is");
+        let memory = Memory(Rc::new(Area { name: c_string(name), at: at as *mut u8, layout, is_lent: true }));
+        self.areas.push(Rc::downgrade(&memory.0));
+        memory
     }
 
     /// Queues a launch on a stream of its own: it runs concurrently with all others of the next run.
@@ -178,6 +200,7 @@ impl Gpus for Emulator {
                 shared: launch.grid.shared,
                 stream: launch.stream,
                 device: launch.stream % STREAMS,
+                admitted: launch.grid.blocks.saturating_sub(self.late_blocks).max(1),
             });
         }
         self.areas.retain(|area| area.strong_count() > 0);
@@ -188,7 +211,14 @@ impl Gpus for Emulator {
             .collect();
         // SAFETY: names, arguments and areas live until the call is over.
         let text = unsafe {
-            self.library.run()(launches.as_ptr(), launches.len(), raw_areas.as_ptr(), raw_areas.len(), seed, LIMIT_MS)
+            self.library.run()(
+                launches.as_ptr(),
+                launches.len(),
+                raw_areas.as_ptr(),
+                raw_areas.len(),
+                seed,
+                self.limit_ms,
+            )
         };
         if text.is_null() {
             return Ok(());
@@ -213,6 +243,7 @@ pub(crate) struct RawLaunch {
     shared: u32,
     stream: u32,
     device: u32,
+    admitted: u32,
 }
 
 /// Mirrors `EmulateArea` of `csrc/emulate/machine.cpp`.
@@ -235,6 +266,8 @@ struct Area {
     name: CString,
     at: *mut u8,
     layout: Layout,
+    /// The caller's: it is not freed here.
+    is_lent: bool,
 }
 
 impl Area {
@@ -245,14 +278,16 @@ impl Area {
         if at.is_null() {
             handle_alloc_error(layout);
         }
-        Area { name: c_string(name), at, layout }
+        Area { name: c_string(name), at, layout, is_lent: false }
     }
 }
 
 impl Drop for Area {
     fn drop(&mut self) {
-        // SAFETY: allocated like this.
-        unsafe { dealloc(self.at, self.layout) };
+        if !self.is_lent {
+            // SAFETY: allocated like this.
+            unsafe { dealloc(self.at, self.layout) };
+        }
     }
 }
 

@@ -327,18 +327,30 @@ pub fn combine_rank(
             let mut total = Sum::new(shape);
             biases.get(source).into_iter().flatten().for_each(|bias| total.add(token_of(bias, token, shape), None));
             let mut back = vec![0f32; topk];
-            // In the order of the token's last selections there.
+            // In the order of the token's last selections there; once per node, in the order of ranks.
             let last =
                 |rank: &usize| (0..topk).rev().find(|k| routing.local(shape, source, token, *k, *rank).is_some());
             let mut ranks: Vec<usize> = (0..delivered.len()).collect();
-            ranks.sort_by_key(last);
-            for rank in ranks {
-                let one = &delivered[rank];
-                let found = one.rows.iter().position(|row| (row.source, row.token) == (source, token));
-                let Some(row) = found else { continue };
-                total.add(outputs[rank].row(row), None);
-                if let Some(weights) = weights.get(rank) {
-                    back.iter_mut().zip(&weights[row * topk..]).for_each(|(sum, weight)| *sum += weight);
+            let node = shape.tuning().node as usize;
+            if node == 0 {
+                ranks.sort_by_key(last);
+            }
+            for ranks in ranks.chunks(node.max(1)) {
+                let (mut part, mut part_back, mut count) = (Sum::new(shape), vec![0f32; topk], 0);
+                for rank in ranks {
+                    let one = &delivered[*rank];
+                    let found = one.rows.iter().position(|row| (row.source, row.token) == (source, token));
+                    let Some(row) = found else { continue };
+                    part.add(outputs[*rank].row(row), None);
+                    if let Some(weights) = weights.get(*rank) {
+                        add_all(&mut part_back, &weights[row * topk..]);
+                    }
+                    count += 1;
+                }
+                if count > 0 {
+                    // A node's sum is rounded; a row alone is rounded already.
+                    total.add(&part.rounded(), None);
+                    add_all(&mut back, &part_back);
                 }
             }
             result.extend(total.rounded());
@@ -347,6 +359,11 @@ pub fn combine_rank(
         results.push((result, sums));
     }
     results
+}
+
+/// Adds to each sum its number.
+fn add_all(sums: &mut [f32], numbers: &[f32]) {
+    sums.iter_mut().zip(numbers).for_each(|(sum, number)| *sum += number);
 }
 
 fn token_of<'a>(rows: &'a [u16], token: usize, shape: &Shape) -> &'a [u16] {

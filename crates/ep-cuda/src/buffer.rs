@@ -25,6 +25,7 @@ use crate::launches::Launches;
 use crate::lease::RegionLease;
 use crate::losses;
 use crate::membership::{Membership, State};
+use crate::moved;
 use crate::options::{self, DeviceOptions};
 use crate::peer::Peer;
 use crate::proxy::{self, FarRank};
@@ -57,7 +58,7 @@ impl DeviceBuffer {
         options: DeviceOptions,
     ) -> Result<DeviceBuffer> {
         let mut timer = PhaseTimer::begin();
-        let options = options.resolved(&config, group)?;
+        let (options, sending) = options.resolved(&config, group)?;
         let shape = options::shape(&config, &options)?;
         let me = group.rank();
         config.check_rank(me)?;
@@ -81,7 +82,7 @@ impl DeviceBuffer {
         let (kernels, (memory, meeting)) = (loaded.kernels?, made?);
         let blocks = options.blocks(kernels.most_blocks())?;
         let (events, arriving) = channel();
-        let ring = Ring::new(&cuda)?;
+        let ring = Ring::new(&cuda, &shape)?;
         let heap = Arc::new(Heap::new(memory, &shape, &room, me)?);
         for rank in 0..config.ranks {
             heap.clear_path(rank)?;
@@ -108,6 +109,7 @@ impl DeviceBuffer {
             variants: Mutex::default(),
             config,
             options,
+            sending,
             shape,
         });
         losses::start(&inner, arriving)?;
@@ -234,6 +236,7 @@ impl DeviceBuffer {
             masked: peer.masked,
             lanes: peer.endpoint().map(Endpoint::lanes).unwrap_or_default(),
             missed: peer.endpoint().map(|endpoint| endpoint.explain().missed()).unwrap_or_default(),
+            gateway: nodes_of(&self.0.shape).gateways(self.0.me, peer.rank).map(|[theirs, _]| theirs),
             proxy: peer.far().map(|far| far.reported().0),
         };
         self.0.current().peers().map(link).collect()
@@ -426,6 +429,7 @@ impl Inner {
         loop {
             self.membership.refuse_closed("sync")?;
             self.wait_for_kernels(Some(limit.saturating_sub(began.elapsed())))?;
+            moved::show(self);
             let ranks = self.current().active_ranks();
             agreement.refuse_evicted("sync")?;
             let changes = group.changes();

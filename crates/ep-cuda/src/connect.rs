@@ -109,7 +109,7 @@ impl Inner {
             })?;
             state.replace(peer.rank, Some(peer));
         }
-        self.heap.set_far(state.far_ranks())?;
+        self.heap.set_far(&state.far_ranks())?;
         membership.agreement().connected(contacts, &state.active_ranks(), progress)?;
         for variant in self.variants() {
             new.iter().for_each(|rank| variant.follow_base(*rank, state.peer(*rank)));
@@ -290,7 +290,8 @@ impl Inner {
         let mut offers = Vec::with_capacity(lanes);
         for lane in 0..lanes {
             let left = deadline.saturating_duration_since(Instant::now());
-            let placing = crossrail::placing::open(endpoint, lane as u16, left).map_err(named)?;
+            let placing =
+                crossrail::placing::open_for(endpoint, lane as u16, Some(self.options.ordinal), left).map_err(named)?;
             offers.push(Offer::new(placing, &far, lane)?);
         }
         Ok(MetPath::Far(far, offers))
@@ -362,7 +363,7 @@ impl Inner {
                 gone.extend(state.replace(*rank, None));
             }
         }
-        self.heap.set_far(state.far_ranks())?;
+        self.heap.set_far(&state.far_ranks())?;
         membership.agreement().disconnected(ranks, &state.active_ranks());
         self.show_members(&state);
         drop(state);

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use crossrail_cuda::{Capture, Entered, Stream};
-use crossrail_ep::Layout;
+use crossrail_ep::{Config, Layout, Payload};
 use crossrail_kernels::ep::{EP_RECEIVE, EpCombineArgs, EpCommon, EpDispatchArgs};
 use crossrail_locks::MutexGuard;
 use crossrail_types::{Error, ErrorKind, Result};
@@ -66,6 +66,34 @@ pub struct Pending {
     finished: bool,
 }
 
+/// Refuses what a dispatch in a layout refuses of its arguments, also before a buffer enqueues one.
+///
+/// # Errors
+/// `Usage`.
+pub fn check_dispatch(config: &Config, layout: Layout, args: &EpDispatchArgs) -> Result<()> {
+    let wrong = |text: String| Err(Error::new(ErrorKind::Usage, "dispatch", text));
+    check_layout(config, layout, "dispatch")?;
+    let (tokens, most) = (args.common.tokens, config.max_tokens);
+    if tokens as usize > most {
+        return wrong(format!("{tokens} tokens are more than max_tokens_per_rank, {most}"));
+    }
+    if !matches!(args.idx_bytes, 4 | 8) {
+        return wrong(format!("expert ids of {} bytes, not 4 or 8", args.idx_bytes));
+    }
+    if args.x_fp8 != 0 && config.payload == Payload::Bf16 {
+        return wrong("x is fp8 rows with scales, and the buffer's dispatch_dtype is bf16".to_owned());
+    }
+    Ok(())
+}
+
+fn check_layout(config: &Config, layout: Layout, operation: &str) -> Result<()> {
+    if config.has(layout) {
+        return Ok(());
+    }
+    let error = Error::new(ErrorKind::Usage, operation, format!("the buffer was not made for the {layout} layout"));
+    Err(error.with_hint("name it in layouts"))
+}
+
 /// A call that was admitted, holding the state's lock.
 struct Call<'a> {
     state: MutexGuard<'a, State>,
@@ -88,8 +116,7 @@ impl DeviceBuffer {
     /// unless the buffer masks lost ranks.
     pub unsafe fn dispatch_expert(&self, args: &EpDispatchArgs, stream: u64, split: Split) -> Result<Enqueued> {
         let inner = &self.0;
-        inner.check_layout(Layout::Expert, "dispatch")?;
-        inner.check_dispatch(args)?;
+        check_dispatch(&inner.config, Layout::Expert, args)?;
         // SAFETY: the caller vouches for the stream.
         let mut call = unsafe { inner.enter(Operation::Dispatch, stream, split)? };
         let handle = inner.new_handle(Layout::Expert, args, &call)?;
@@ -134,8 +161,7 @@ impl DeviceBuffer {
     ) -> Result<Enqueued> {
         let inner = &self.0;
         let RankDispatch { region, cached, .. } = of;
-        inner.check_layout(Layout::Rank, "dispatch")?;
-        inner.check_dispatch(args)?;
+        check_dispatch(&inner.config, Layout::Rank, args)?;
         inner.check_rank_dispatch(args, region, cached)?;
         // SAFETY: the caller vouches for the stream.
         let mut call = unsafe { inner.enter(Operation::Dispatch, stream, split)? };
@@ -206,6 +232,9 @@ impl DeviceBuffer {
         let done = self.0.run(call, &launch, phases)?;
         self.0.membership.agreement().operation_begun();
         self.0.sight.begun(kind, call.state.members());
+        if kind == Operation::Dispatch {
+            self.0.results.dispatched(&launch.handle);
+        }
         let (handle, count) = (launch.handle.clone(), launch.count.clone());
         let pending = (split == Split::Send).then(|| {
             let number = self.0.launches.outstanding().sent(kind);
@@ -262,16 +291,8 @@ impl Drop for Pending {
 }
 
 impl Inner {
-    pub(crate) fn check_layout(&self, layout: Layout, operation: &str) -> Result<()> {
-        if self.config.has(layout) {
-            return Ok(());
-        }
-        let error = Error::new(ErrorKind::Usage, operation, format!("the buffer was not made for the {layout} layout"));
-        Err(error.with_hint("name it in layouts"))
-    }
-
     pub(crate) fn check_handle(&self, handle: &DeviceHandle, layout: Layout, operation: &str) -> Result<()> {
-        self.check_layout(layout, operation)?;
+        check_layout(&self.config, layout, operation)?;
         let wrong = |text: &str| Err(Error::new(ErrorKind::Usage, operation, text));
         if handle.0.buffer != self.results.buffer() {
             return wrong("the handle is of another buffer");
@@ -280,21 +301,6 @@ impl Inner {
             let text =
                 format!("the handle is of a dispatch in the {} layout, not the {layout} layout", handle.layout());
             return wrong(&text);
-        }
-        Ok(())
-    }
-
-    fn check_dispatch(&self, args: &EpDispatchArgs) -> Result<()> {
-        let wrong = |text: String| Err(Error::new(ErrorKind::Usage, "dispatch", text));
-        let (tokens, most) = (args.common.tokens, self.shape.max_tokens);
-        if tokens > most {
-            return wrong(format!("{tokens} tokens are more than max_tokens_per_rank, {most}"));
-        }
-        if !matches!(args.idx_bytes, 4 | 8) {
-            return wrong(format!("expert ids of {} bytes, not 4 or 8", args.idx_bytes));
-        }
-        if args.x_fp8 != 0 && self.config.payload == crossrail_ep::Payload::Bf16 {
-            return wrong("x is fp8 rows with scales, and the buffer's dispatch_dtype is bf16".to_owned());
         }
         Ok(())
     }

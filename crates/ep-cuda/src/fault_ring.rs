@@ -8,14 +8,15 @@ use std::mem::size_of;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::time::Duration;
 
-use crossrail_cuda::{Context, PinnedMemory};
+use crossrail_cuda::Context;
 use crossrail_kernels::ep::{
-    EP_FAULTS, EP_STAGE_ANNOUNCE, EP_STAGE_BACK_ROW, EP_STAGE_COMBINE_TAKEN, EP_STAGE_DISPATCH_TAKEN, EP_STAGE_PLACE,
-    EP_STAGE_ROOM, EP_STAGE_ROW, EP_STAGE_SENT, EP_STAGE_TABLE, EP_STAGE_WEIGHTS, EpFault,
+    EP_STAGE_ANNOUNCE, EP_STAGE_BACK_ROW, EP_STAGE_COMBINE_TAKEN, EP_STAGE_DISPATCH_TAKEN, EP_STAGE_PLACE,
+    EP_STAGE_ROOM, EP_STAGE_ROW, EP_STAGE_SENT, EP_STAGE_TABLE, EP_STAGE_WEIGHTS, EpFault, Shape, faults_of,
 };
 use crossrail_types::Result;
 
 use crate::outstanding::Operation;
+use crate::proxy::Area;
 
 /// Name of a stage in fault reports, and the operation it belongs to.
 pub(crate) fn stage(number: u32) -> (Operation, &'static str) {
@@ -56,17 +57,24 @@ pub(crate) fn is_masked_by_kernels(told: &EpFault) -> bool {
 
 /// The ring, and the number of the last entry that was read.
 pub(crate) struct Ring {
-    memory: PinnedMemory,
+    memory: Area,
     read: u64,
 }
 
 impl Ring {
-    pub(crate) fn new(context: &Context) -> Result<Ring> {
-        let len = EP_FAULTS as usize * size_of::<EpFault>();
-        let memory = PinnedMemory::new(context, len)?;
-        // SAFETY: new, nobody else's, of that length.
-        unsafe { memory.as_ptr().write_bytes(0, len) };
-        Ok(Ring { memory, read: 0 })
+    /// For kernels of `shape`.
+    pub(crate) fn new(context: &Context, shape: &Shape) -> Result<Ring> {
+        Ok(Ring::of(Area::pinned(context, Ring::bytes(shape))?))
+    }
+
+    /// In zeroed memory of [`Ring::bytes`].
+    pub(crate) fn of(memory: Area) -> Ring {
+        Ring { memory, read: 0 }
+    }
+
+    /// Bytes of memory that one takes.
+    pub(crate) fn bytes(shape: &Shape) -> usize {
+        faults_of(shape) as usize * size_of::<EpFault>()
     }
 
     /// Its GPU address.
@@ -74,10 +82,10 @@ impl Ring {
         self.memory.address()
     }
 
-    /// Faults since the last call; only the newest EP_FAULTS if there were more.
+    /// Faults since the last call; only the newest if there were more than entries.
     pub(crate) fn read(&mut self) -> Vec<EpFault> {
         let start = self.memory.as_ptr().cast::<EpFault>();
-        read(&mut self.read, |at| {
+        read(&mut self.read, (self.memory.len() / size_of::<EpFault>()) as u64, |at| {
             // SAFETY: inside the ring and aligned.
             let entry = unsafe { start.add(at) };
             // SAFETY: the number is an aligned word, whose accesses are atomic here and on the GPU.
@@ -93,9 +101,8 @@ impl Ring {
     }
 }
 
-/// Reads the entries after `seen`; `entry` is `None` while one is being written.
-fn read(seen: &mut u64, entry: impl Fn(usize) -> Option<EpFault>) -> Vec<EpFault> {
-    let ring = u64::from(EP_FAULTS);
+/// Reads the entries after `seen` of a ring of `ring` entries; `entry` is `None` while one is being written.
+fn read(seen: &mut u64, ring: u64, entry: impl Fn(usize) -> Option<EpFault>) -> Vec<EpFault> {
     let mut found = Vec::new();
     loop {
         let next = *seen + 1;
@@ -115,28 +122,60 @@ fn read(seen: &mut u64, entry: impl Fn(usize) -> Option<EpFault>) -> Vec<EpFault
 mod tests {
     use super::*;
 
+    const ENTRIES: u64 = 64;
     const NONE: EpFault = EpFault { number: 0, epoch: 0, seen: 0, rank: 0, stage: 0 };
 
     #[test]
     fn the_ring_is_read_in_order_and_what_it_has_lost_is_passed_over() {
-        let mut ring = vec![NONE; EP_FAULTS as usize];
+        let mut ring = vec![NONE; ENTRIES as usize];
         let mut seen = 0;
         let write = |ring: &mut Vec<EpFault>, number: u64| {
-            ring[((number - 1) % u64::from(EP_FAULTS)) as usize] = EpFault { number, epoch: 7 * number, ..NONE };
+            ring[((number - 1) % ENTRIES) as usize] = EpFault { number, epoch: 7 * number, ..NONE };
         };
-        assert_eq!(read(&mut seen, |at| Some(ring[at])), []);
+        assert_eq!(read(&mut seen, ENTRIES, |at| Some(ring[at])), []);
         (1..=3).for_each(|number| write(&mut ring, number));
         let numbers = |found: Vec<EpFault>| found.iter().map(|fault| fault.number).collect::<Vec<_>>();
-        assert_eq!(numbers(read(&mut seen, |at| Some(ring[at]))), [1, 2, 3]);
-        assert_eq!(numbers(read(&mut seen, |at| Some(ring[at]))), [0; 0]);
+        assert_eq!(numbers(read(&mut seen, ENTRIES, |at| Some(ring[at]))), [1, 2, 3]);
+        assert_eq!(numbers(read(&mut seen, ENTRIES, |at| Some(ring[at]))), [0; 0]);
         (4..=200).for_each(|number| write(&mut ring, number));
-        let found = numbers(read(&mut seen, |at| Some(ring[at])));
+        let found = numbers(read(&mut seen, ENTRIES, |at| Some(ring[at])));
         assert_eq!((found.first(), found.last()), (Some(&137), Some(&200)));
         // One that is being written ends it.
         (201..=203).for_each(|number| write(&mut ring, number));
         let half = |at: usize| Some(ring[at]).filter(|fault| fault.number != 202);
-        assert_eq!(numbers(read(&mut seen, half)), [201]);
-        assert_eq!(numbers(read(&mut seen, |at| Some(ring[at]))), [202, 203]);
+        assert_eq!(numbers(read(&mut seen, ENTRIES, half)), [201]);
+        assert_eq!(numbers(read(&mut seen, ENTRIES, |at| Some(ring[at]))), [202, 203]);
+    }
+
+    /// All ranks of a buffer can be lost at once, and each is named.
+    #[test]
+    fn a_ring_has_an_entry_for_every_rank() {
+        let config = |ranks: u32| crossrail_ep::Config {
+            ranks,
+            max_tokens: 1,
+            hidden: 128,
+            experts: ranks as usize,
+            topk: 1,
+            payload: crossrail_ep::Payload::Bf16,
+            layouts: vec![crossrail_ep::Layout::Expert],
+            prereduce: true,
+            share_node: true,
+            timeout: Duration::from_secs(1),
+            on_loss: crossrail_ep::OnLoss::Raise,
+        };
+        for ranks in [2, 64, 65, 1024] {
+            let shape = crate::options::shape(&config(ranks), &crate::DeviceOptions::default()).unwrap();
+            let mut ring = Ring::of(Area::plain(Ring::bytes(&shape)));
+            assert!(faults_of(&shape) >= ranks);
+            for rank in 0..ranks {
+                let entry = rank as usize % faults_of(&shape) as usize * size_of::<EpFault>();
+                let fault = EpFault { number: u64::from(rank) + 1, rank, ..NONE };
+                // SAFETY: inside the ring, which only this test accesses.
+                unsafe { ring.memory.as_ptr().add(entry).cast::<EpFault>().write(fault) };
+            }
+            let named: Vec<u32> = ring.read().iter().map(|fault| fault.rank).collect();
+            assert_eq!(named, (0..ranks).collect::<Vec<u32>>());
+        }
     }
 
     #[test]

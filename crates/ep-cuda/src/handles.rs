@@ -102,6 +102,11 @@ impl DeviceHandle {
         }
     }
 
+    /// True if a graph has captured an operation that uses it.
+    pub(crate) fn is_captured(&self) -> bool {
+        self.0.captured.load(Ordering::Relaxed)
+    }
+
     /// Completion of its last user.
     pub(crate) fn last(&self) -> Option<Completion> {
         self.0.last.lock().clone()

@@ -12,8 +12,8 @@ use crate::peer::{Path, Peer};
 use crate::proxy::{self, FarRank};
 use crate::regions::RegionView;
 
-/// This rank's heap, followed by the tables and rings of this rank's kernels: tables of all ranks' heaps, of this rank's inboxes at all
-/// ranks, and of all ranks' inboxes here; and the rings of commands.
+/// This rank's heap, followed by what this rank's kernels read: tables of all ranks' heaps, of this rank's inboxes at all
+/// ranks, and of all ranks' inboxes here; the rings of commands; and the words of the far ranks, if one is not enough.
 pub(crate) struct Heap {
     memory: Memory,
     /// What it is laid out for.
@@ -62,8 +62,14 @@ impl Inboxes {
 
 /// Bytes of a heap, its tables and its rings.
 pub(crate) fn bytes(room: &Shape) -> u64 {
-    let tables = 3 * 8 * u64::from(room.ranks);
-    room.heap_bytes().next_multiple_of(EP_LINE) + tables + (proxy::lanes(room.ranks) * size_of::<EpRing>()) as u64
+    let rings = proxy::lanes(room.ranks) * size_of::<EpRing>();
+    let tables = 3 * 8 * u64::from(room.ranks) + (rings + far_words(room) * 8) as u64;
+    room.heap_bytes().next_multiple_of(EP_LINE) + tables
+}
+
+/// Words of the far ranks outside of the rings, which have room for one.
+fn far_words(room: &Shape) -> usize {
+    if room.ranks > 64 { room.ranks.div_ceil(64) as usize } else { 0 }
 }
 
 /// Where kernels of `shape` find things in a heap that is laid out for `room`, which differs from it in payload and
@@ -195,11 +201,9 @@ impl Heap {
 
     /// Sets the places at which kernels write for a rank, and read from it.
     pub(crate) fn set_path(&self, peer: &Peer) -> Result<()> {
-        let near =
-            |base: u64, number: u32| [base, base + self.parts.inbox(number), self.base() + self.inbox(peer.rank)];
         let places = match &peer.path {
-            Path::Own => near(self.base(), self.inboxes.of(self.me).unwrap_or(0)),
-            Path::Mapped { heap, inbox, .. } => near(heap.ptr() as u64, *inbox),
+            Path::Own => return self.set_near(self.me, self.base(), self.inboxes.of(self.me).unwrap_or(0)),
+            Path::Mapped { heap, inbox, .. } => return self.set_near(peer.rank, heap.ptr() as u64, *inbox),
             // Once per node: what it sends arrives in `receive`, and is forwarded to its inboxes in all heaps of this node.
             Path::Far { far, .. } if self.room.tuning().node > 0 => {
                 [far.receive.address(), far.send.address(), self.base() + self.inbox(peer.rank)]
@@ -208,6 +212,11 @@ impl Heap {
             Path::Through { .. } => return self.clear_path(peer.rank),
         };
         self.set_places(peer.rank, places)
+    }
+
+    /// Sets them for a rank whose heap is at `base` for this GPU, and has inbox `number` for this rank.
+    pub(crate) fn set_near(&self, rank: u32, base: u64, number: u32) -> Result<()> {
+        self.set_places(rank, [base, base + self.parts.inbox(number), self.base() + self.inbox(rank)])
     }
 
     /// Kernels find a rank that is not connected in this heap.
@@ -246,9 +255,15 @@ impl Heap {
     }
 
     /// The ranks to which the proxy sends, as bits.
-    pub(crate) fn set_far(&self, ranks: u64) -> Result<()> {
-        for number in 0..proxy::lanes(self.room.ranks) {
-            self.memory.fill_from(self.ring(number) + offset_of!(EpRing, far), &ranks.to_le_bytes())?;
+    pub(crate) fn set_far(&self, ranks: &[u64]) -> Result<()> {
+        let rings = proxy::lanes(self.room.ranks);
+        let words = self.ring(rings);
+        let far = if far_words(&self.room) > 0 { self.base() + words as u64 } else { ranks[0] };
+        for (number, bits) in ranks.iter().enumerate().take(far_words(&self.room)) {
+            self.memory.fill_from(words + 8 * number, &bits.to_le_bytes())?;
+        }
+        for number in 0..rings {
+            self.memory.fill_from(self.ring(number) + offset_of!(EpRing, far), &far.to_le_bytes())?;
         }
         Ok(())
     }
@@ -390,7 +405,7 @@ mod tests {
         heap.set_mask(2, true).unwrap();
         heap.set_places(1, [0x1234_5678_9abc, 2, 3]).unwrap();
         heap.set_rings(&[[4, 5], [6, 7], [8, 9], [10, 11]]).unwrap();
-        heap.set_far(6).unwrap();
+        heap.set_far(&[6]).unwrap();
         assert_eq!(heap.masks(), [false, false, true]);
         let word = |at: u64| {
             let mut word = [0; 8];
@@ -403,6 +418,23 @@ mod tests {
         assert_eq!([1, 3].map(|number| ring(number, offset_of!(EpRing, last))), [3, 3]);
         assert_eq!([1, 3].map(|number| ring(number, offset_of!(EpRing, commands))), [6, 10]);
         assert_eq!(heap.rings() + 4 * size_of::<EpRing>() as u64, heap.base() + heap.memory.len() as u64);
+    }
+
+    /// Of more ranks than a word has bits, rings have the address of their words.
+    #[test]
+    fn many_far_ranks_are_words_behind_the_rings() {
+        let shape = Shape { ranks: 130, experts: 260, max_tokens: 1, rank_layout: false, regions: 0, ..small() };
+        let heap = heap_of(&shape);
+        heap.set_rings(&[[4, 5]]).unwrap();
+        heap.set_far(&[1 << 63, 5, 3]).unwrap();
+        let ring = heap.rings() - heap.base();
+        let mut words = [0; size_of::<EpRing>() + 24];
+        heap.memory.copy_to(ring as usize, &mut words).unwrap();
+        let words: Vec<u64> = words.as_chunks::<8>().0.iter().map(|word| u64::from_le_bytes(*word)).collect();
+        let set = size_of::<EpRing>() / 8;
+        assert_eq!(words[offset_of!(EpRing, far) / 8], heap.rings() + size_of::<EpRing>() as u64);
+        assert_eq!(words[set..], [1 << 63, 5, 3]);
+        assert_eq!(ring as usize + 8 * words.len(), heap.memory.len());
     }
 
     #[test]

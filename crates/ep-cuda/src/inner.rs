@@ -27,6 +27,8 @@ pub(crate) struct Inner {
     pub(crate) me: u32,
     pub(crate) config: Config,
     pub(crate) options: DeviceOptions,
+    /// Why rows cross the network as often as they do.
+    pub(crate) sending: String,
     pub(crate) shape: Shape,
     pub(crate) context: Context,
     pub(crate) heap: Arc<Heap>,

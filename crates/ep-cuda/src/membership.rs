@@ -277,8 +277,12 @@ impl State {
     }
 
     /// Ranks that are reached through the proxy, as bits.
-    pub(crate) fn far_ranks(&self) -> u64 {
-        self.peers().filter(|peer| peer.far().is_some()).fold(0, |bits, peer| bits | 1 << peer.rank)
+    pub(crate) fn far_ranks(&self) -> Vec<u64> {
+        let mut words = vec![0; self.peers.len().div_ceil(64)];
+        for peer in self.peers().filter(|peer| peer.far().is_some()) {
+            words[peer.rank as usize / 64] |= 1 << (peer.rank % 64);
+        }
+        words
     }
 
     /// Faults that kernels have reported since the last call.

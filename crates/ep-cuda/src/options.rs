@@ -9,6 +9,7 @@ use crossrail_kernels::ep as kernels;
 use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::proxy;
+use crate::send::{Costs, SendOnce, hindrance};
 
 /// Time that a buffer waits for ranks that have not joined their group.
 const JOINING: Duration = Duration::from_secs(2);
@@ -55,33 +56,59 @@ impl Default for DeviceOptions {
     }
 }
 
-/// Number of times that a row crosses the network.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum SendOnce {
-    /// Once for each rank that has one of its token's experts.
-    #[default]
-    PerRank,
-    /// Once for each node, where one rank forwards it, and returns the node's sum. Expert layout with prereduction; coded
-    /// combines are refused.
-    PerNode {
-        /// Ranks of each node, which are adjacent; `None`: those of the group's nodes, all of whose ranks must have joined.
-        ranks: Option<u32>,
-    },
-}
-
 impl DeviceOptions {
     /// Number of regions in the heap.
     pub(crate) fn regions_of(&self, config: &Config) -> u32 {
         if config.has(Layout::Rank) { self.regions } else { 0 }
     }
 
-    /// These options without the defaults that depend on the group. If they matter, waits a moment for ranks that are about to
-    /// join, so that all ranks decide alike, and the heap reserves nothing for ranks of other nodes.
-    pub(crate) fn resolved(self, config: &Config, group: &Group) -> Result<DeviceOptions> {
-        let shape = shape(config, &self)?;
-        if let SendOnce::PerNode { ranks } = self.send {
-            return self.once_per_node(config, group, ranks);
+    /// These options without the defaults that depend on the group, and why rows cross the network as often as they do. If
+    /// the defaults matter, waits a moment for ranks that are about to join, so that all ranks decide alike, and the heap
+    /// reserves nothing for ranks of other nodes.
+    pub(crate) fn resolved(self, config: &Config, group: &Group) -> Result<(DeviceOptions, String)> {
+        let size = match self.send {
+            SendOnce::PerRank => config.ranks,
+            SendOnce::PerNode { ranks } => ranks.map_or_else(|| node_size(config, group), Ok)?,
+            SendOnce::ByCost { .. } if hindrance(config).is_some() => config.ranks,
+            SendOnce::ByCost { ranks } => match ranks.map_or_else(|| node_size(config, group), Ok) {
+                Err(error) if error.kind == ErrorKind::Usage => {
+                    let options = DeviceOptions { send: SendOnce::PerRank, ..self };
+                    return Ok((options.with_defaults(config, group)?, error.detail));
+                }
+                size => size?,
+            },
+        };
+        let (options, why) = self.decided(config, size);
+        Ok((options.with_defaults(config, group)?, why))
+    }
+
+    /// Decides how often rows cross the network between nodes of `size` ranks, and why.
+    fn decided(self, config: &Config, size: u32) -> (DeviceOptions, String) {
+        let per_rank = DeviceOptions { send: SendOnce::PerRank, ..self.clone() };
+        let per_node = DeviceOptions { send: SendOnce::PerNode { ranks: Some(size) }, ..self.clone() };
+        match (self.send, hindrance(config)) {
+            (SendOnce::PerRank, _) => (per_rank, "as the buffer was made".into()),
+            (SendOnce::PerNode { .. }, _) => (per_node, "as the buffer was made".into()),
+            (SendOnce::ByCost { .. }, Some(why)) => (per_rank, why.into()),
+            (SendOnce::ByCost { .. }, None) if size == config.ranks => (per_rank, "all ranks are on one node".into()),
+            (SendOnce::ByCost { .. }, None) => {
+                match shape(config, &per_node.clone().of_ranks(config.ranks, 0, false)) {
+                    Err(error) => (per_rank, error.detail),
+                    Ok(_) => {
+                        let costs = Costs::of(config, size);
+                        (if costs.favour_nodes() { per_node } else { per_rank }, costs.to_string())
+                    }
+                }
+            }
         }
+    }
+
+    /// See `resolved`; it is decided how often rows cross the network.
+    fn with_defaults(self, config: &Config, group: &Group) -> Result<DeviceOptions> {
+        if let SendOnce::PerNode { .. } = self.send {
+            return Ok(self.of_ranks(config.ranks, 0, false));
+        }
+        let shape = shape(config, &self)?;
         let known = self.node.is_some() || !config.share_node;
         let granted = shape.rank_layout && !shape.slotted();
         let matters = granted || (self.inboxes.is_none() && shape.heap_bytes() >= LARGE);
@@ -102,45 +129,21 @@ impl DeviceOptions {
         Ok(self.of_ranks(config.ranks, apart, known || apart > 0))
     }
 
-    /// These options where rows go once to each node.
-    fn once_per_node(self, config: &Config, group: &Group, ranks: Option<u32>) -> Result<DeviceOptions> {
-        let size = match ranks {
-            Some(ranks) => ranks,
-            None => {
-                let all: Vec<u32> = (0..config.ranks).collect();
-                group.wait_members(&all, Some(config.timeout))?;
-                let mut nodes = vec![""; config.ranks as usize];
-                let members = group.members();
-                members.iter().for_each(|member| {
-                    if let Some(node) = nodes.get_mut(member.rank as usize) {
-                        *node = &member.node;
-                    }
-                });
-                size_of_nodes(&nodes)?
-            }
-        };
-        if size == config.ranks {
-            let options = DeviceOptions { send: SendOnce::PerRank, ..self };
-            return Ok(options.of_ranks(config.ranks, 0, false));
-        }
-        let send = SendOnce::PerNode { ranks: Some(size) };
-        Ok(DeviceOptions { send, between_nodes: Some(true), inboxes: Some(config.ranks), ..self })
-    }
-
     /// Ranks of each node if rows go once to each node; else 0. Of resolved options.
     pub(crate) fn node_ranks(&self) -> u32 {
         match self.send {
-            SendOnce::PerRank => 0,
             SendOnce::PerNode { ranks } => ranks.unwrap_or(0),
+            SendOnce::PerRank | SendOnce::ByCost { .. } => 0,
         }
     }
 
     /// These options for a group of which `apart` ranks are on other nodes, or `several` nodes take part anyway.
-    fn of_ranks(self, ranks: u32, apart: u32, several: bool) -> DeviceOptions {
-        if let SendOnce::PerNode { ranks: Some(node) } = self.send
-            && node < ranks
-        {
-            return DeviceOptions { between_nodes: Some(true), inboxes: Some(ranks), ..self };
+    fn of_ranks(mut self, ranks: u32, apart: u32, several: bool) -> DeviceOptions {
+        if let SendOnce::PerNode { ranks: Some(node) } = self.send {
+            if node != ranks {
+                return DeviceOptions { between_nodes: Some(true), inboxes: Some(ranks), ..self };
+            }
+            self.send = SendOnce::PerRank;
         }
         let between_nodes = self.between_nodes.unwrap_or(several);
         let inboxes = self.inboxes.unwrap_or(if between_nodes { ranks - apart } else { ranks });
@@ -166,6 +169,23 @@ impl DeviceOptions {
     pub(crate) fn node_of(&self, node: &str) -> String {
         self.node.map_or_else(|| node.to_owned(), |number| format!("{node}/{number}"))
     }
+}
+
+/// Ranks of each of the group's nodes, once all have joined.
+///
+/// # Errors
+/// As `size_of_nodes`; `Timeout`.
+fn node_size(config: &Config, group: &Group) -> Result<u32> {
+    let all: Vec<u32> = (0..config.ranks).collect();
+    group.wait_members(&all, Some(config.timeout))?;
+    let mut nodes = vec![""; config.ranks as usize];
+    let members = group.members();
+    members.iter().for_each(|member| {
+        if let Some(node) = nodes.get_mut(member.rank as usize) {
+            *node = &member.node;
+        }
+    });
+    size_of_nodes(&nodes)
 }
 
 /// Ranks of each node, by the node of each rank.
@@ -252,7 +272,11 @@ pub(crate) fn plan(
         let text = format!("network_ranks {unreachable} is more than the {others} other ranks");
         return Err(Error::new(ErrorKind::Usage, "plan", text));
     }
-    let options = &options.clone().of_ranks(config.ranks, unreachable, unreachable > 0);
+    let mut options = options.clone();
+    if let SendOnce::ByCost { ranks: Some(size) } = options.send {
+        options = options.decided(config, size).0;
+    }
+    let options = &options.of_ranks(config.ranks, unreachable, unreachable > 0);
     let whole = room(&shape(config, options)?, options);
     let kinds = |config: &Config| match shape(config, options) {
         Ok(shape) => room(&shape, options).kinds(),
@@ -260,7 +284,8 @@ pub(crate) fn plan(
         Err(_) => vec![("too many tokens", u64::MAX)],
     };
     let place = format!("free on cuda:{}", options.ordinal);
-    Ok(Plan::of(config, Room { place, free, sharing: 1 }, kinds).with_pinned(pinned(&whole, unreachable)))
+    let far = if whole.tuning().node > 0 { kernels::nodes_of(&whole).column() } else { unreachable };
+    Ok(Plan::of(config, Room { place, free, sharing: 1 }, kinds).with_pinned(pinned(&whole, far)))
 }
 
 /// Bytes of pinned memory for `unreachable` ranks: an inbox in each direction, and the rings of commands.
@@ -306,6 +331,36 @@ mod tests {
     }
 
     #[test]
+    fn what_is_cheaper_is_chosen_where_it_is_possible() {
+        let config = |max_tokens| Config {
+            ranks: 16,
+            max_tokens,
+            hidden: 7168,
+            experts: 256,
+            topk: 8,
+            payload: Payload::Bf16,
+            layouts: vec![Layout::Expert, Layout::Rank],
+            prereduce: true,
+            share_node: true,
+            timeout: Duration::from_secs(1),
+            on_loss: crossrail_ep::OnLoss::Raise,
+        };
+        let decided = |config: &Config, size| {
+            let options = DeviceOptions { send: SendOnce::ByCost { ranks: None }, ..DeviceOptions::default() };
+            let (options, why) = options.decided(config, size);
+            (options.of_ranks(config.ranks, 0, false).node_ranks(), why)
+        };
+        let (node, why) = decided(&config(4096), 8);
+        assert!(node == 8 && why.contains("us less"), "{why}");
+        assert_eq!(decided(&config(4), 8).0, 0);
+        assert_eq!(decided(&config(4096), 16), (0, "all ranks are on one node".into()));
+        let (node, why) = decided(&config(4096), 3);
+        assert!(node == 0 && why.contains("16 ranks in nodes of 3"), "{why}");
+        let apart = Config { share_node: false, ..config(4096) };
+        assert_eq!(decided(&apart, 8), (0, "ranks of a node share no memory".into()));
+    }
+
+    #[test]
     fn a_heap_for_rows_that_go_once_to_each_node_has_pinned_memory_for_its_column() {
         let config = Config {
             ranks: 16,
@@ -328,5 +383,35 @@ mod tests {
         let each = super::shape(&config, &each).unwrap();
         assert_eq!((each.tuning().node, kernels::nodes_of(&each).far(each.tuning().inboxes)), (0, 8));
         assert!(pinned(&shape, 1) * 7 < pinned(&each, 8));
+    }
+
+    /// Rows that go once to each node: pinned memory grows with the nodes, the heap with the ranks.
+    #[test]
+    fn memory_of_many_ranks_is_in_proportion() {
+        let planned = |ranks: u32, node: u32| {
+            let config = Config {
+                ranks,
+                max_tokens: 128,
+                hidden: 7168,
+                experts: 1024,
+                topk: 8,
+                payload: Payload::Fp8(Scale::F32),
+                layouts: vec![Layout::Expert],
+                prereduce: true,
+                share_node: true,
+                timeout: Duration::from_secs(1),
+                on_loss: crossrail_ep::OnLoss::Raise,
+            };
+            let options = DeviceOptions { send: SendOnce::PerNode { ranks: Some(node) }, ..DeviceOptions::default() };
+            let plan = plan(&config, &options, ranks - node, Err("no GPU".into())).unwrap();
+            let (heap, pinned) = (plan.total() as f64 / 1e6, plan.pinned as f64 / 1e6);
+            println!("{ranks} ranks in nodes of {node}: a rank's heap {heap:.0} MB, pinned memory {pinned:.0} MB");
+            (heap, pinned)
+        };
+        let ((heap, pinned), (heaps, pins)) = (planned(256, 32), planned(1024, 32));
+        // A rank's column has 7 and 31 ranks of other nodes.
+        let most = 1.05 * 31.0 / 7.0;
+        assert!(heaps <= most * heap && pins <= most * pinned, "{heaps} and {heap}, {pins} and {pinned} MB");
+        planned(256, 8);
     }
 }

@@ -1,14 +1,15 @@
 //! Memory of results: handles, regions of the rank layout, and counts reported to the host.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use crossrail_cuda::Context;
 use crossrail_ep::{Config, Layout};
 use crossrail_kernels::ep::Shape;
+use crossrail_locks::Mutex;
 use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::counts::{CountPool, Counts};
-use crate::handles::{DeviceHandle, Pool, layout_of};
+use crate::handles::{DeviceHandle, Held, Pool, layout_of};
 use crate::regions::Regions;
 use crate::sight::Sight;
 
@@ -20,6 +21,7 @@ pub(crate) struct Results {
     handles: [Option<Arc<Pool>>; 2],
     counts: Option<Arc<CountPool>>,
     regions: Regions,
+    last_dispatch: Mutex<Weak<Held>>,
 }
 
 impl Results {
@@ -34,7 +36,7 @@ impl Results {
         let pool = |layout: Layout| config.has(layout).then(|| Pool::new(cuda, shape.handle_bytes(layout_of(layout))));
         let counts = config.has(Layout::Rank).then(|| CountPool::new(cuda, shape, sight)).transpose()?;
         let handles = [pool(Layout::Expert), pool(Layout::Rank)];
-        Ok(Results { buffer, handles, counts, regions: Regions::new(shape.regions) })
+        Ok(Results { buffer, handles, counts, regions: Regions::new(shape.regions), last_dispatch: Mutex::default() })
     }
 
     /// Identifies the buffer.
@@ -47,6 +49,16 @@ impl Results {
         let pool = self.handles[usize::from(layout == Layout::Rank)].as_ref();
         let none = || Error::new(ErrorKind::Usage, "dispatch", format!("the buffer has no {layout} layout"));
         DeviceHandle::new(pool.ok_or_else(none)?, self.buffer, layout, (tokens, weighted), captured)
+    }
+
+    /// A dispatch with this handle was enqueued.
+    pub(crate) fn dispatched(&self, handle: &DeviceHandle) {
+        *self.last_dispatch.lock() = Arc::downgrade(&handle.0);
+    }
+
+    /// Handle of the last dispatch, if it still exists.
+    pub(crate) fn last_dispatch(&self) -> Option<DeviceHandle> {
+        self.last_dispatch.lock().upgrade().map(DeviceHandle)
     }
 
     /// A slot for the counts of a dispatch in the rank layout.

@@ -40,7 +40,7 @@ impl DeviceBuffer {
         let heap = Arc::new(base.heap.for_variant(&shape)?);
         let kernels = kernel_cache::load(cuda, base.context.settings(), &shape)?;
         let blocks = options.blocks(kernels.most_blocks())?;
-        let ring = Ring::new(cuda)?;
+        let ring = Ring::new(cuda, &shape)?;
         let mut state = base.membership.lock();
         state.refuse_closed("ExpertBuffer")?;
         base.process_losses(&mut state);
@@ -55,6 +55,7 @@ impl DeviceBuffer {
                 me: base.me,
                 config,
                 options,
+                sending: base.sending.clone(),
                 shape,
                 context: base.context.clone(),
                 heap,

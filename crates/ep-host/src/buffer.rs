@@ -124,6 +124,7 @@ impl ExpertBuffer {
                     Some(_) => LinkKind::Heap,
                 },
                 masked: peer.masked,
+                gateway: None,
                 lanes: peer.endpoint().map(Endpoint::lanes).unwrap_or_default(),
                 missed: peer.endpoint().map(|endpoint| endpoint.explain().missed()).unwrap_or_default(),
                 proxy: None,

@@ -216,3 +216,45 @@ impl Hello {
         decode(bytes, "the peer's hello")
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    /// Each pair of ranks exchanges a hello and a verdict each way, of as many bytes whatever the number of ranks.
+    #[test]
+    fn a_rank_sends_each_other_rank_as_many_bytes_whatever_their_number() {
+        let of = |ranks: u32| {
+            let config = Config {
+                ranks,
+                max_tokens: 128,
+                hidden: 7168,
+                experts: 1024,
+                topk: 8,
+                payload: Payload::Bf16,
+                layouts: vec![Layout::Expert],
+                prereduce: true,
+                share_node: true,
+                timeout: Duration::from_secs(1),
+                on_loss: OnLoss::Raise,
+            };
+            let hello = Hello {
+                rank: ranks - 1,
+                parameters: Parameters::of(&config).on_gpu(2, true).once_per(8),
+                counts: [1 << 20; 3],
+                view: 1,
+                shared: Some(vec![1; 200]),
+                inbox: ranks - 1,
+                key: Vec::new(),
+                generation: 0,
+            };
+            let bytes = hello.encode().unwrap().len() + Verdict::Ready(vec![1; 200]).encode().unwrap().len();
+            let others = ranks as usize - 1;
+            println!("{ranks} ranks: each sends {} messages of {} bytes in all", 2 * others, bytes * others);
+            bytes
+        };
+        assert_eq!(of(256), of(1024));
+    }
+}

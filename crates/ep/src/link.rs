@@ -27,6 +27,8 @@ pub struct Link {
     pub lanes: Vec<LaneReport>,
     /// Rails and copies that were expected to carry data to the rank and do not, with the reasons.
     pub missed: Vec<(String, String)>,
+    /// Rank of its node to which this rank's rows for it are sent, once for each node; `None`: to the rank itself.
+    pub gateway: Option<u32>,
     /// Report of the threads of a buffer in GPU memory on a rank of another node; `None` for other ranks.
     pub proxy: Option<ProxyReport>,
 }

@@ -12,6 +12,9 @@ use crossrail_types::{Error, ErrorKind, Log, Result};
 
 use crate::hello::{Announcement, HELLO_TAG, Hello, MAX_MESSAGE, Parameters, VERDICT_TAG, Verdict};
 
+/// Transports of the engine between ranks that share no memory, of those that the settings allow: the engine prefers the
+/// first.
+const BETWEEN_NODES: &str = "fabric,tcp";
 /// How long to wait before an address that does not answer is looked up again.
 const RETRY_INTERVAL: Duration = Duration::from_millis(100);
 /// How often a wait checks whether the buffer is being destroyed.
@@ -373,7 +376,7 @@ impl Meeting {
             let near = self.is_near(&announcement);
             let changes = self.group.changes();
             let left = deadline.saturating_duration_since(Instant::now());
-            let require = if near { None } else { Some("tcp".to_owned()) };
+            let require = if near { None } else { Some(BETWEEN_NODES.to_owned()) };
             let options = ConnectOptions { require, timeout: Some(left), ..ConnectOptions::default() };
             match self.worker.connect(&announcement.address, &options) {
                 Ok(endpoint) => return Ok(Connection { rank, near, endpoint, dialled: Some(announcement.address) }),

@@ -17,6 +17,19 @@ const NOTICED: u64 = 300;
 const FAULTS_UNTIL: u64 = 60_000;
 const END: u64 = FAULTS_UNTIL + 40_000 + 6 * LIMIT;
 
+/// One message names all ranks of the largest buffer but its sender.
+#[test]
+fn a_notice_names_as_many_ranks_as_a_buffer_has() {
+    let mut view = View::new(0);
+    view.restart(0..1024, 0, 0);
+    let why = "nothing arrived ".repeat(20);
+    (1..1024).for_each(|rank| drop(view.lose(rank, &why)));
+    let notice = view.notice(1);
+    let bytes = notice.encode().unwrap();
+    assert!(bytes.len() <= Notice::MAX, "{} bytes", bytes.len());
+    assert_eq!(Notice::decode(&bytes).unwrap(), notice);
+}
+
 struct Random(u64);
 
 impl Random {

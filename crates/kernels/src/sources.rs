@@ -18,6 +18,7 @@ const HEADERS: &[(&str, &str)] = &[
     ("ptx/bulk.cuh", text!("ptx/bulk.cuh")),
     ("ptx/convert.cuh", text!("ptx/convert.cuh")),
     ("kernels/copy_warp.cuh", text!("kernels/copy_warp.cuh")),
+    ("kernels/ep_ranks.cuh", text!("kernels/ep_ranks.cuh")),
     ("kernels/ep_common.cuh", text!("kernels/ep_common.cuh")),
     ("kernels/ep_commands.cuh", text!("kernels/ep_commands.cuh")),
     ("kernels/ep_start.cuh", text!("kernels/ep_start.cuh")),

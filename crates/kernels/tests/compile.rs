@@ -101,8 +101,23 @@ fn kernels_that_forward_compile() {
         tuning: once(8),
     };
     let wide = Shape { hidden: 5128, topk: 6, ranks: 64, payload: Payload::Bf16, tuning: once(16), ..decode };
+    let both = |shape: Shape| Shape { rank_layout: true, regions: 2, ..shape };
+    // More ranks than a word has bits, on as many nodes as kernels take.
+    let many =
+        |node: u32| both(Shape { ranks: 32 * node, experts: 1024, max_tokens: 64, tuning: once(node), ..decode });
     // They keep some registers in local memory: docs/design/once-per-node.md. Not counted, as no GPU has timed them.
-    compile_with(library, &[("sm_80", decode), ("sm_90a", decode), ("sm_90a", wide), ("sm_100a", decode)], true);
+    compile_with(
+        library,
+        &[
+            ("sm_80", both(decode)),
+            ("sm_90a", both(decode)),
+            ("sm_90a", both(wide)),
+            ("sm_100a", decode),
+            ("sm_90a", many(8)),
+            ("sm_90a", many(32)),
+        ],
+        true,
+    );
 }
 
 /// As far as the limits go: the longest rows, the most experts of a token, of a rank, and the most ranks.
@@ -157,8 +172,11 @@ fn compile_with(library: Library, shapes: &[(&str, Shape)], may_spill: bool) {
         let (dispatch, combine) = (mangled::<EpDispatchArgs>, mangled::<EpCombineArgs>);
         let mut layouts = vec![(sources::EP_EXPERT, &expert, [dispatch(EXPERT_DISPATCH), combine(EXPERT_COMBINE)])];
         let slots = shape.slot_defines(sources::has_bulk(parsed));
-        if shape.rank_layout {
+        // Between nodes there are slots alone.
+        if shape.rank_layout && shape.tuning.node == 0 {
             layouts.push((sources::EP_RANK, &rank, [dispatch(RANK_DISPATCH), combine(RANK_COMBINE)]));
+        }
+        if shape.rank_layout {
             layouts.push((sources::EP_SLOTS, &slots, [dispatch(RANK_DISPATCH), combine(RANK_COMBINE)]));
         }
         if shape.has_coded() {

@@ -23,8 +23,7 @@ pub(super) fn grant(
     ttl: Duration,
     deadline: Instant,
 ) -> Result<Box<dyn Lease>> {
-    // Measured from before the call: the store starts counting later, so the lease never expires there before it does
-    // here.
+    // Measured from before the call: the store starts counting later.
     let begun = Instant::now();
     let request = Request::Grant(micros(ttl));
     let (id, ttl_us) = channel.call("store lease", &request, deadline, |answer| match answer {
@@ -49,15 +48,7 @@ struct Held {
 }
 
 impl Held {
-    fn expires(&self) -> Instant {
-        *self.renewed.lock() + self.ttl
-    }
-
-    /// Whether it has expired, as far as is known here.
     fn is_lost(&self) -> bool {
-        if Instant::now() >= self.expires() {
-            self.lost.store(true, Ordering::Release);
-        }
         self.lost.load(Ordering::Acquire)
     }
 }
@@ -92,7 +83,7 @@ impl Lease for Granted {
 
 impl Drop for Granted {
     fn drop(&mut self) {
-        // An expired or revoked lease needs nothing; any other expires if this fails.
+        // A lease that ended needs nothing; any other expires if this fails.
         if self.held.is_lost() {
             self.renewer.remove(self.held.id);
         } else {
@@ -163,21 +154,27 @@ impl Renewer {
     }
 }
 
-/// Renews a lease; returns when to do so next, or `None` once it has expired.
+/// Renews a lease; returns when to do so next, or `None` once it has ended.
+///
+/// A renewal without an answer is repeated, beyond the lease's lifetime too: the store counts those that have arrived,
+/// however late it reads them.
 fn renew(channel: &Channel, held: &Held) -> Option<Instant> {
-    let (begun, expires) = (Instant::now(), held.expires());
+    let begun = Instant::now();
     let done = |answer: Answer<'_>| matches!(answer, Answer::Done).then_some(());
-    match channel.call("store lease", &Request::Renew(held.id), expires, done) {
-        Ok(()) if !held.is_lost() => {
-            *held.renewed.lock() = begun;
-            Some(begun + held.ttl / RENEWALS)
-        }
-        Err(error) if error.kind != ErrorKind::Closed && !held.is_lost() => {
-            Some(Instant::now() + held.ttl / (2 * RENEWALS))
-        }
-        Ok(()) | Err(_) => {
-            held.lost.store(true, Ordering::Release);
-            None
-        }
+    let interval = held.ttl / RENEWALS;
+    let renewed = channel.call("store lease", &Request::Renew(held.id), begun + interval, done);
+    if held.is_lost() {
+        return None;
     }
+    let Err(error) = renewed else {
+        *held.renewed.lock() = begun;
+        return Some(begun + interval);
+    };
+    let ended = match error.kind {
+        ErrorKind::Timeout => return Some(begun + interval),
+        ErrorKind::Closed => true,
+        _ => held.renewed.lock().elapsed() >= held.ttl,
+    };
+    held.lost.fetch_or(ended, Ordering::AcqRel);
+    (!ended).then(|| Instant::now() + interval / 2)
 }

@@ -17,20 +17,12 @@ const FAREWELL: Duration = Duration::from_millis(500);
 
 #[derive(Debug)]
 struct State {
-    /// When it expires at the earliest, measured from before the last renewal was sent.
-    ends: Instant,
+    /// When the last successful renewal was sent.
+    renewed: Instant,
     lost: bool,
     stop: bool,
     /// Whether the last renewal succeeded.
     answers: bool,
-}
-
-impl State {
-    /// Whether it has expired. Final, even if etcd keeps it longer.
-    fn is_alive(&mut self) -> bool {
-        self.lost |= Instant::now() >= self.ends;
-        !self.lost
-    }
 }
 
 #[derive(Debug)]
@@ -56,18 +48,17 @@ impl EtcdLease {
         // etcd counts whole seconds, and refuses what does not fit 64 bits of nanoseconds.
         let seconds = ttl.as_secs() + u64::from(ttl.subsec_nanos() > 0);
         let request = LeaseGrant { ttl: Number::from(seconds.max(1)) };
-        let begun = Instant::now();
+        let renewed = Instant::now();
         let granted: LeaseState = client.call(operation, "/v3/lease/grant", &request, Effect::Changes, deadline)?;
         let ttl = Duration::from_secs(granted.ttl.unsigned());
         if granted.id.0 == 0 || ttl.is_zero() {
             return Err(client.foreign(operation, "a lease without a number or a time"));
         }
-        let ends = begun + ttl;
         let shared = Arc::new(Shared {
             client: Arc::clone(client),
             id: LeaseId(granted.id.0),
             ttl,
-            state: Mutex::new(State { ends, lost: false, stop: false, answers: true }),
+            state: Mutex::new(State { renewed, lost: false, stop: false, answers: true }),
             stopped: Condvar::new(),
         });
         let lease = EtcdLease { shared: Arc::clone(&shared), keeper: Mutex::new(None) };
@@ -98,7 +89,7 @@ impl Lease for EtcdLease {
     }
 
     fn is_alive(&self) -> bool {
-        lock(&self.shared.state).is_alive()
+        !lock(&self.shared.state).lost
     }
 
     fn revoke(&self, deadline: Instant) -> Result<()> {
@@ -115,8 +106,8 @@ impl Drop for EtcdLease {
     fn drop(&mut self) {
         let had_keeper = self.stop();
         let answers = {
-            let mut state = lock(&self.shared.state);
-            state.is_alive() && state.answers
+            let state = lock(&self.shared.state);
+            !state.lost && state.answers
         };
         if had_keeper && answers {
             // Without renewal, it expires.
@@ -126,26 +117,28 @@ impl Drop for EtcdLease {
 }
 
 impl Shared {
-    /// Renews three times per lifetime, more often after failures, until it is stopped or expires.
+    /// Renews three times per lifetime, more often after failures, until it is stopped or has ended.
     fn keep(&self) {
         let mut pause = self.ttl / 3;
         loop {
             let state = lock(&self.state);
             let stops = |state: &mut State| !state.stop;
-            let (mut state, _) =
+            let (state, _) =
                 self.stopped.wait_timeout_while(state, pause, stops).unwrap_or_else(PoisonError::into_inner);
-            if state.stop || !state.is_alive() {
+            if state.stop || state.lost {
                 return;
             }
-            let (begun, ends) = (Instant::now(), state.ends);
             drop(state);
-            let renewed = self.renew(ends.min(begun + LONGEST_RENEWAL));
+            let begun = Instant::now();
+            let renewed = self.renew(begun + LONGEST_RENEWAL.min(self.ttl / 3));
             let mut state = lock(&self.state);
             state.answers = renewed.is_ok();
             match renewed {
-                Ok(Some(ttl)) if state.is_alive() => state.ends = begun + ttl,
+                Ok(Some(_)) => state.renewed = begun,
                 Ok(None) => state.lost = true,
-                _ => {}
+                // Only etcd knows whether a renewal that it answers late was in time.
+                Err(error) if error.kind == ErrorKind::Timeout => {}
+                Err(_) => state.lost |= state.renewed.elapsed() >= self.ttl,
             }
             pause = if state.answers { self.ttl / 3 } else { self.ttl / 20 };
         }

@@ -139,8 +139,12 @@ impl GroupState {
     pub(super) fn register_again(&self, store: &dyn Store) -> Result<()> {
         let mut own = self.own.lock();
         let Some(old) = &own.lease else { return Ok(()) };
-        if old.is_alive() && store.get(&self.key(), Instant::now() + STEP_TIMEOUT)?.is_some() {
-            return Ok(()); // another thread has done it
+        if old.is_alive() {
+            let entry = store.get(&self.key(), Instant::now() + STEP_TIMEOUT)?;
+            let row = entry.and_then(|entry| Row::decode(self.rank, &entry.value).ok());
+            if row.is_some_and(|row| row.process == own.row.process) {
+                return Ok(()); // another thread has done it
+            }
         }
         let deadline = Instant::now() + STEP_TIMEOUT;
         let lease = store.grant(self.lease, deadline)?;

@@ -6,7 +6,7 @@ use super::state::{BarrierProgress, GroupState, STEP_TIMEOUT};
 use crate::RankState;
 use crate::bootstrap::hash;
 use crate::keys::{EPOCH, check_key};
-use crate::membership::Roster;
+use crate::membership::{Roster, Search};
 use crate::{Entry, MissingKeys};
 
 /// How often a wait for keys checks whether a rank has died, or has left after completing the round: first and longest
@@ -14,6 +14,8 @@ use crate::{Entry, MissingKeys};
 const CHECK_INTERVALS: (Duration, Duration) = (Duration::from_millis(4), Duration::from_millis(50));
 /// The longest interval for each of the keys, if that is more: every check sends all of them.
 const CHECK_INTERVAL_PER_KEY: Duration = Duration::from_micros(500);
+/// Interval between two updates of the missing ranks on the process's page.
+const SHOWN_EVERY: Duration = Duration::from_millis(10);
 /// Most missing ranks listed in an error.
 const NAMED_MAX: usize = 8;
 
@@ -101,19 +103,29 @@ impl GroupState {
     ) -> Result<Vec<u64>> {
         let _sleeping = interrupt::sleeping(|| self.waker());
         let mut waiting = self.page_row.waiting(purpose.operation, purpose.began);
+        let mut search = Search::new(ranks);
+        let mut shown: Option<Instant> = None;
         let mut roster = self.roster.lock();
+        let missing = |roster: &Roster| -> Vec<u32> {
+            ranks.iter().copied().filter(|rank| known(roster, *rank).is_none()).collect()
+        };
         loop {
             self.store(purpose.operation)?;
             check(&roster)?;
-            let there: Vec<u64> = ranks.iter().filter_map(|rank| known(&roster, *rank)).collect();
-            if there.len() == ranks.len() {
+            if let Some(there) = search.all(|rank| known(&roster, rank)) {
                 return Ok(there);
             }
-            let missing: Vec<u32> = ranks.iter().copied().filter(|rank| known(&roster, *rank).is_none()).collect();
-            waiting.show(&missing);
-            if interrupt::raised() || self.changed.wait_until(&mut roster, deadline).timed_out() {
-                let missing: Vec<u32> = ranks.iter().copied().filter(|rank| known(&roster, *rank).is_none()).collect();
-                return Err(timed_out(purpose, &roster, &missing));
+            // Not at each of many changes: it looks at all ranks.
+            let due = shown.map_or_else(Instant::now, |at| at + SHOWN_EVERY);
+            let is_due = Instant::now() >= due;
+            if is_due {
+                waiting.show(&missing(&roster));
+                shown = Some(Instant::now());
+            }
+            let until = if is_due { deadline } else { deadline.min(due) };
+            let over = self.changed.wait_until(&mut roster, until).timed_out() && Instant::now() >= deadline;
+            if interrupt::raised() || over {
+                return Err(timed_out(purpose, &roster, &missing(&roster)));
             }
         }
     }

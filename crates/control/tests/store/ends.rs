@@ -1,7 +1,9 @@
 //! Servers and clients that end, and what the others see.
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
 use std::process::{Child, Command, Stdio};
+use std::sync::Mutex;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -225,4 +227,46 @@ fn child() {
     println!("all are there");
     // Until killed; the end of stdin means that whoever started this is gone.
     let _ = std::io::stdin().lines().next();
+}
+
+/// Passes on what a client sends to `server`, and its answers only while `open`.
+fn relay(server: String, open: &'static Mutex<()>) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = format!("tcp://{}", listener.local_addr().unwrap());
+    thread::spawn(move || {
+        let (client, _) = listener.accept().unwrap();
+        let server = TcpStream::connect(server.trim_start_matches("tcp://")).unwrap();
+        let (mut answers, mut requests) = (server.try_clone().unwrap(), client.try_clone().unwrap());
+        thread::spawn(move || std::io::copy(&mut requests, &mut &server));
+        let mut bytes = [0; 4096];
+        while let Ok(count @ 1..) = answers.read(&mut bytes) {
+            drop(open.lock().unwrap());
+            if (&client).write_all(&bytes[..count]).is_err() {
+                break;
+            }
+        }
+    });
+    address
+}
+
+/// A store that answers late, but reads the renewals in time, keeps a lease; so does its client.
+#[test]
+fn a_lease_outlives_late_answers() {
+    static OPEN: Mutex<()> = Mutex::new(());
+    let fixture = Fixture::start();
+    let direct = fixture.client();
+    let late = open(&relay(fixture.server.address(), &OPEN), &fixture.settings, soon()).unwrap();
+    let ttl = Duration::from_millis(500);
+    let lease = late.grant(ttl, soon()).unwrap();
+    direct.put("a", b"x", Some(lease.id()), soon()).unwrap();
+    let (_, now) = direct.list("", soon()).unwrap();
+    let mut watch = direct.watch("", now, soon()).unwrap();
+    let closed = OPEN.lock().unwrap();
+    let error = watch.next(Instant::now() + ttl * 3).expect_err("the store has the renewals");
+    assert_eq!(error.kind, ErrorKind::Timeout, "{error}");
+    drop(closed);
+    let error = watch.next(Instant::now() + ttl * 3).expect_err("it is renewed on");
+    assert_eq!(error.kind, ErrorKind::Timeout, "{error}");
+    assert!(lease.is_alive());
+    direct.put("a", b"y", Some(lease.id()), soon()).unwrap();
 }

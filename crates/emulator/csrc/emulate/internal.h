@@ -130,6 +130,8 @@ struct Launch {
     uint32_t blocks = 0, threads = 0, shared = 0, stream = 0, device = 0;
     // Rounds until it starts, once those before it in its stream have ended.
     uint32_t delay = 0;
+    // Blocks that may run: the others begin as these end.
+    uint32_t admitted = 0;
     bool started = false, ended = false;
     uint32_t alive = 0;
     std::deque<Block> running;

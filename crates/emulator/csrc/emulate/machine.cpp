@@ -1,7 +1,8 @@
 // Runs launches of kernels as fibers of one thread, in an order that a seed chooses.
 //
 // A round goes through all warps in a random order. A warp's turn runs its lanes, also in a random order, each until it
-// has to wait, or comes to a switch point; some warps sleep through most rounds for a while, some launches start late.
+// has to wait, or comes to a switch point; some warps sleep through most rounds for a while, some launches start late. A
+// caller may leave room for a part of a launch only.
 // The clock is virtual: it ticks once per round, and leaps when all do nothing but look, so that long waits end soon.
 #include <algorithm>
 #include <chrono>
@@ -285,7 +286,8 @@ void round(Machine &m, bool all_awake) {
     size_t kept = 0;
     for (size_t i = 0; i < m.warps.size(); ++i) {
         Warp &warp = *m.warps[i];
-        if ((warp.ready | warp.yielded) && (all_awake || (m.next_random() & 255) >= warp.sleep_chance)) take_turn(m, warp);
+        bool runs = warp.block->number < warp.block->launch->admitted && (warp.ready | warp.yielded);
+        if (runs && (all_awake || (m.next_random() & 255) >= warp.sleep_chance)) take_turn(m, warp);
         if (!m.error.empty()) return;
         bool ended = warp.ended == (warp.lanes.size() == WARP_LANES ? ~0u : (1u << warp.lanes.size()) - 1);
         if (!ended) m.warps[kept++] = &warp;
@@ -436,7 +438,7 @@ struct EmulateLaunch {
     void (*entry)(const void *);
     const void *args;
     uint64_t args_bytes;
-    uint32_t blocks, threads, shared, stream, device;
+    uint32_t blocks, threads, shared, stream, device, admitted;
 };
 
 struct EmulateArea {
@@ -469,6 +471,7 @@ extern "C" __attribute__((visibility("default"))) char *emulate_run(const Emulat
         launch.shared = from.shared;
         launch.stream = from.stream;
         launch.device = from.device;
+        launch.admitted = from.admitted;
         launch.delay = m.below(2) ? 0 : m.below(400);
     }
     machine = &m;

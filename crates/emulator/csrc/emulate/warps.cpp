@@ -141,6 +141,7 @@ uint32_t barrier(uint32_t id, uint32_t count, bool wait, Vote vote, uint32_t val
 void thread_ended(Block &block) {
     --block.alive;
     --block.launch->alive;
+    if (block.alive == 0) ++block.launch->admitted;
     for (Barrier &barrier : block.barriers) {
         if (barrier.arrived > 0 && barrier.expected == 0 && barrier.arrived == block.alive) complete_barrier(barrier);
     }

@@ -5,19 +5,21 @@ use std::cell::Cell;
 
 use crossrail_cuda::{Grid, KernelArgs};
 use crossrail_kernels::ep::{
-    Announce, Command, EP_RECEIVE, EP_SEND, EP_STAGE_TABLE, EpRing, Inbox, Payload, Scale, Sequence, Shape, Tuning,
+    Announce, Command, EP_RECEIVE, EP_SEND, EP_STAGE_TABLE, EpRing, Inbox, Layout, LinkRows, Payload, RankRows, Rows,
+    Scale, Sequence, Shape, Tuning, Way,
 };
 
 use crossrail_emulator::coding::Coding;
 use crossrail_emulator::job::{ByExpert, Job, Weights};
 use crossrail_emulator::job_rank::ByRank;
 use crossrail_emulator::reference::{Choice, Routing};
-use crossrail_emulator::shapes::{BY_EXPERT, by_slot, rank_kernels};
+use crossrail_emulator::shapes::{BY_EXPERT, by_rank, by_slot, rank_kernels};
 use crossrail_emulator::{Build, GpuMemory as _, Gpus as _, Memory, Numbers};
 
 use crate::by_rank::ALL;
 
-const SHAPE: Shape = BY_EXPERT;
+/// As buffers between nodes are: flags have a line each.
+const SHAPE: Shape = Shape { tuning: Tuning { slots: true, ..BY_EXPERT.tuning }, ..BY_EXPERT };
 const SLOTS: Shape = by_slot(SHAPE, 40);
 const BOTH: u32 = EP_SEND | EP_RECEIVE;
 
@@ -68,7 +70,7 @@ struct Decoder {
     rows: [Cell<u64>; 2],
 }
 
-/// Decodes a command that has arrived: kind, offset, count and value of its announcement.
+/// Decodes a command that has arrived: kind, offset, count, value and distance of what it announces.
 unsafe extern "C" fn decode(context: *const Decoder, what: u64, number: u64, out: *mut u64) {
     // SAFETY: the job's decoder, which outlives the run.
     let decoder = unsafe { &*context };
@@ -81,14 +83,14 @@ unsafe extern "C" fn decode(context: *const Decoder, what: u64, number: u64, out
         rows.set(rows.get() + command.len());
     }
     let words = match decoder.inbox.announce(&command, epoch) {
-        Ok(Announce::Flags { at, count, value }) => [0, at, count, value],
-        Ok(Announce::Tags { at, count, tag }) => [1, at, count, u64::from(tag)],
-        Ok(Announce::Taken { at, epoch, .. }) => [2, at, 1, epoch],
+        Ok(Announce::Flags { at, count, apart, value }) => [0, at, count, value, apart],
+        Ok(Announce::Tags { at, count, tag }) => [1, at, count, u64::from(tag), 8],
+        Ok(Announce::Taken { at, epoch, .. }) => [2, at, 1, epoch, 8],
         // At the line's start, where the test looks.
-        Err(_) => [0, 8 * 15, 1, u64::MAX],
+        Err(_) => [0, 8 * 15, 1, u64::MAX, 8],
     };
-    // SAFETY: four words that the caller owns.
-    unsafe { std::ptr::copy_nonoverlapping(words.as_ptr(), out, 4) };
+    // SAFETY: five words that the caller owns.
+    unsafe { std::ptr::copy_nonoverlapping(words.as_ptr(), out, 5) };
 }
 
 /// Ranks on several nodes, with a proxy each.
@@ -100,6 +102,8 @@ pub(crate) struct Far {
     told: Memory,
     progress: Vec<Memory>,
     own: Vec<Memory>,
+    /// By rank: those that it sends to through its proxy, as bits.
+    _sets: Vec<Memory>,
     /// Ranks whose proxies do nothing.
     pub(crate) stuck: Vec<usize>,
     /// The rank whose proxy ends after `cut` commands of each ring.
@@ -127,9 +131,10 @@ impl Far {
         let once = job.shape.tuning().node > 0;
         let ranks = job.shape.ranks as usize;
         let inbox = Inbox::of(&job.shape);
+        let mut sets = Vec::new();
         let mut areas = vec![vec![const { None }; ranks]; ranks];
         for (rank, areas) in areas.iter_mut().enumerate() {
-            let mut far = 0u64;
+            let mut far = vec![0u64; ranks.div_ceil(64)];
             for (other, area) in areas.iter_mut().enumerate().filter(|(other, _)| is_linked(rank, *other)) {
                 let pair = ["for", "of"].map(|way| {
                     job.gpus.zeroed(&format!("area {way} {other} at host of {rank}"), inbox.area_bytes() as usize)
@@ -138,9 +143,12 @@ impl Far {
                 let table = if once { &job.ranks[rank].peers } else { &job.ranks[rank].from };
                 table.write(8 * other, &[pair[1].address()]);
                 *area = Some(pair);
-                far |= 1 << other;
+                far[other / 64] |= 1 << (other % 64);
             }
+            let words = job.gpus.memory_of(&format!("far ranks of {rank}"), &far);
+            let far = if far.len() > 1 { words.address() } else { far[0] };
             (0..2).for_each(|ring| job.ranks[rank].rings.write(ring * size_of::<EpRing>(), &[far]));
+            sets.push(words);
         }
         let rails = 4;
         let told = job.gpus.zeroed("told", ranks * ranks * 16);
@@ -149,7 +157,21 @@ impl Far {
         let decoder = |_| Decoder { inbox, last: [const { Cell::new(0) }; 2], rows: [const { Cell::new(0) }; 2] };
         let decoders = (0..ranks).map(decoder).collect();
         let (stuck, killed, rails) = (Vec::new(), None, rails as u32);
-        Far { job, decoders, areas, told, progress, own, stuck, killed, cut: 0, rails, delay: 3000, slow: 0 }
+        Far {
+            job,
+            decoders,
+            areas,
+            told,
+            progress,
+            own,
+            _sets: sets,
+            stuck,
+            killed,
+            cut: 0,
+            rails,
+            delay: 3000,
+            slow: 0,
+        }
     }
 
     /// Runs the queued launches and the proxies.
@@ -216,8 +238,62 @@ impl Far {
     }
 }
 
-fn with_proxy(source: &str) -> Build {
-    Build::new(&[source, PROXY]).with(PROXY, include_str!("proxy.cu"))
+/// Rows of each link by a routing: of `ranks` ranks in nodes of `node`.
+pub(crate) fn link_rows(shape: &Shape, routing: &Routing, node: u32, once: bool) -> LinkRows {
+    let mut rows = LinkRows::new(shape.ranks, node, once);
+    for (source, tokens) in (0u32..).zip(&routing.tokens) {
+        for token in 0..*tokens {
+            let experts = (0..shape.topk as usize).filter_map(|k| routing.expert(shape, source as usize, token, k));
+            rows.add(source, experts.map(|expert| expert as u32 / shape.local_experts()));
+        }
+    }
+    rows
+}
+
+/// Each rank counts the rows of its links from its handle, and they are those of the routing.
+pub(crate) fn check_handles(job: &Job, layout: Layout, handles: &[&Memory], node: u32, expected: &LinkRows) {
+    for (me, handle) in (0u32..).zip(handles) {
+        let way = |rank: u32| match rank / node == me / node {
+            _ if rank == me => Way::None,
+            true => Way::Near,
+            false => Way::Network,
+        };
+        let read = |part: u64, len: usize| Ok(handle.read(part as usize, len));
+        let rows = RankRows::of(&job.shape, layout, me, &read, way).unwrap();
+        let sent = Rows { near: rows.own.near + rows.forwarded, ..rows.own };
+        assert_eq!((sent, rows.received), (expected.sent[me as usize], expected.received[me as usize]), "rank {me}");
+    }
+}
+
+/// Rows that go once to each rank, in both layouts.
+#[test]
+fn handles_have_the_rows_of_each_link() {
+    // Rows of whole pieces, which are not padded.
+    let shape = Shape { hidden: 2048, ..SHAPE };
+    let Some(mut far) = expert_job(shape, &EXPERT) else { return };
+    let mut numbers = Numbers(90);
+    let routing = Routing::of(&mut numbers, &shape, &[6, 0, 5, 7], Choice::Even);
+    let expected = link_rows(&shape, &routing, 2, false);
+    let operation = ByExpert::new(&mut far.job, &mut numbers, routing.clone(), Weights::None);
+    operation.dispatch(&mut far.job, 2, BOTH);
+    far.run(90).unwrap();
+    let handles: Vec<&Memory> = operation.ranks.iter().map(|one| &one.kept[0]).collect();
+    check_handles(&far.job, Layout::Expert, &handles, 2, &expected);
+    let row = u64::from(shape.row_bytes() + shape.scale_bytes());
+    assert_eq!(far.carried()[0], expected.total().network * row);
+    for granted in [false, true] {
+        let shape = if granted { by_rank(BY_EXPERT, 40) } else { SLOTS };
+        let (source, defines, threads, shared) = rank_kernels(&shape, true);
+        let build = Build::new(&[source, PROXY]).with(PROXY, include_str!("proxy.cu")).defines(&defines);
+        let Some(job) = Job::made(&build, shape, threads, shared) else { return };
+        // Granted places are for ranks of one node.
+        let (mut far, node) = if granted { (Far::of(job, |_, _| false), 4) } else { (Far::new(job), 2) };
+        let operation = ByRank::new(&mut far.job, &mut Numbers(91), routing.clone(), 0);
+        operation.dispatch(&mut far.job, 2, ALL);
+        far.run(91).unwrap();
+        let handles: Vec<&Memory> = operation.ranks.iter().map(|one| &one.handle).collect();
+        check_handles(&far.job, Layout::Rank, &handles, node, &link_rows(&shape, &routing, node, false));
+    }
 }
 
 fn expert_job(shape: Shape, sources: &[&str]) -> Option<Far> {
@@ -229,10 +305,17 @@ fn expert_job_of(build: &Build, shape: Shape) -> Option<Far> {
 }
 
 fn rank_job(shape: Shape) -> Option<Far> {
-    let (source, defines, threads, shared) = rank_kernels(&shape, true);
-    Some(Far::new(Job::made(&with_proxy(source).defines(&defines), shape, threads, shared)?))
+    Some(Far::new(rank_job_of(&Build::new(&RANK), shape)?))
 }
 
+/// With the slots of the rank layout.
+pub(crate) fn rank_job_of(build: &Build, shape: Shape) -> Option<Job> {
+    let (source, defines, threads, shared) = rank_kernels(&shape, true);
+    assert_eq!(source, RANK[0]);
+    Job::made(&build.clone().with(PROXY, include_str!("proxy.cu")).defines(&defines), shape, threads, shared)
+}
+
+pub(crate) const RANK: [&str; 2] = ["kernels/ep_slots.cu", PROXY];
 pub(crate) const EXPERT: [&str; 2] = ["kernels/ep_expert.cu", PROXY];
 const CODED: [&str; 3] = ["kernels/ep_expert.cu", "kernels/ep_coded.cu", PROXY];
 
@@ -298,7 +381,8 @@ fn heaps_have_inboxes_for_the_ranks_of_their_node() {
     rank_rounds(&mut far, 64..68);
 }
 
-fn rank_rounds(far: &mut Far, seeds: std::ops::Range<u64>) {
+/// An operation, and now and then another of the same routing.
+pub(crate) fn rank_rounds(far: &mut Far, seeds: std::ops::Range<u64>) {
     for seed in seeds {
         let mut numbers = Numbers(seed);
         let routing = Routing::random(&mut numbers, &far.job.shape);
@@ -406,6 +490,32 @@ fn slots_are_not_used_again_before_all_has_arrived() {
     let Some(mut far) = expert_job(Shape { max_tokens: 3, hidden: 128, ..SHAPE }, &EXPERT) else { return };
     far.slow = SLOW;
     expert_rounds(&mut far, 50..54, Coding::Bf16);
+}
+
+/// The last block begins only when another has ended, as where ranks share a GPU: the others do not wait for it to see which
+/// slots are free. Nothing else is left for that block here.
+#[test]
+fn slots_are_watched_by_a_block_that_runs() {
+    let shape = Shape { max_tokens: 1, hidden: 128, ..SHAPE };
+    let Some(mut far) = expert_job(shape, &EXPERT) else { return };
+    far.job.gpus.late_blocks = 1;
+    for seed in 80..90 {
+        let mut numbers = Numbers(seed);
+        let mut operation = || {
+            let routing = Routing::of(&mut numbers, &shape, &[1; 4], Choice::Even);
+            let operation = ByExpert::new(&mut far.job, &mut numbers, routing, Weights::Dispatch);
+            operation.dispatch(&mut far.job, 6, BOTH);
+            operation.combine(&mut far.job, 6, BOTH);
+            operation
+        };
+        let operations: Vec<ByExpert> = (0..4).map(|_| operation()).collect();
+        far.run(seed).unwrap_or_else(|what| panic!("{what}; {}", far.job.fault_text()));
+        for operation in &operations {
+            let found = operation.check_dispatch(&far.job).and_then(|()| operation.check_combine(&far.job));
+            found.unwrap_or_else(|what| panic!("seed {seed}: {what}; {}", far.job.fault_text()));
+        }
+        far.no_faults();
+    }
 }
 
 /// Each of these faults is caught, by a check of memory or by a wrong result.

@@ -19,7 +19,7 @@ struct ProxyArgs {
     // Launches of kernels that have ended; how many there are.
     u64 ended;
     u64 expected;
-    // void(context, command, command, out[4]): kind (0: flags, 1: tags, 2: taken), offset, count, value.
+    // void(context, command, command, out[5]): kind (0: flags, 1: tags, 2: taken), offset, count, value, bytes from one to the next.
     u64 decode;
     u64 context;
     u32 rank;
@@ -81,10 +81,10 @@ __device__ void carry(const ProxyArgs &args, u64 what, u64 number, u32 ring, u64
     }
     __syncwarp();
     if (lane == 0) {
-        u64 out[4];
+        u64 out[5];
         reinterpret_cast<void (*)(u64, u64, u64, u64 *)>(args.decode)(args.context, what, number, out);
         for (u64 i = 0; out[0] < 2 && i < out[2]; ++i) {
-            u64 word = to + out[1] + 8 * i, value = out[3];
+            u64 word = to + out[1] + out[4] * i, value = out[3];
             if (out[0] == 1) value = value << 32 | static_cast<u32>(ld_relaxed_sys_u64(word));
             st_release_sys_u64(word, value);
         }

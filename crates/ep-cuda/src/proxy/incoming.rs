@@ -104,9 +104,9 @@ impl Incoming {
         *last = (*last).max(epoch);
         let receive = &self.far.receive;
         match self.far.inbox.announce(command, epoch).map_err(|error| error.to_string())? {
-            Announce::Flags { at, count, value } => {
+            Announce::Flags { at, count, apart, value } => {
                 for number in 0..count {
-                    receive.word(at + 8 * number).store(value, Ordering::Release);
+                    receive.word(at + apart * number).store(value, Ordering::Release);
                 }
             }
             Announce::Tags { at, count, tag } => {

@@ -121,6 +121,10 @@ impl Link {
             self.outgoing.since_ns = now_ns();
         }
         self.outgoing.push(command);
+        if command.releases() {
+            // This may be the last lane of which all is placed, and nothing else moves.
+            self.far.publish();
+        }
     }
 
     /// Reports what it does to the far rank, whose rows of the page the first lane writes.

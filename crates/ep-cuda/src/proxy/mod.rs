@@ -19,6 +19,8 @@ mod shared;
 mod sight;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+pub(crate) mod turns;
 mod worker;
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -90,7 +92,7 @@ impl Proxy {
     pub(crate) fn start(rings: &[Area], ranks: u32, window: Window, lost: Lost) -> Result<Proxy> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         // Several ranks share a host, and each thread may poll.
-        let count = (cores / 8).clamp(1, rings.len());
+        let count = (cores / 4).clamp(1, rings.len());
         let bells = (0..count).map(|_| Bell::default()).collect();
         let (ending, graphs) = (AtomicBool::new(false), AtomicBool::new(false));
         let common = Arc::new(Common { ending, graphs, bells, lost, window });

@@ -1,9 +1,9 @@
 //! Lanes of two ranks, over rails that reorder, delay and are lost; kernels are played by the test.
 #![allow(unsafe_code)]
 
-use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::mpsc::{Receiver, channel};
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use crossrail::placing::{
@@ -12,8 +12,9 @@ use crossrail::placing::{
 use crossrail::{ConnectOptions, Context, Endpoint, Settings, Worker, WorkerOptions};
 
 use crossrail_kernels::ep::{
-    EP_COMMAND_BACK, EP_COMMAND_ROWS_FP8, EP_COMMAND_TABLE, EP_COMMAND_TAKEN, EP_COMMAND_WEIGHTS, EP_COMMAND_WORD,
-    EP_COMMANDS, EP_WORD_COMBINE_TAKEN, EP_WORD_DISPATCH_TAKEN, EP_WORD_TABLE, Inbox, Payload, Scale, Shape, Tuning,
+    Command, EP_COMMAND_BACK, EP_COMMAND_ROWS_FP8, EP_COMMAND_TABLE, EP_COMMAND_TAKEN, EP_COMMAND_WEIGHTS,
+    EP_COMMAND_WORD, EP_COMMANDS, EP_WORD_COMBINE_TAKEN, EP_WORD_DISPATCH_TAKEN, EP_WORD_TABLE, Inbox, Payload, Scale,
+    Sequence, Shape, Tuning,
 };
 use crossrail_sight::{Kind, RowSnapshot, Value, parse, summary};
 use crossrail_transport::placing::dry;
@@ -22,8 +23,8 @@ use super::area::Area;
 use super::link::{Link, Offer};
 use super::ring::Ring;
 use super::shared::FarRank;
-use super::worker::Lane;
-use super::{Change, Common, Proxy, Window};
+use super::turns::Turns;
+use super::{Proxy, Window};
 
 const SHAPE: Shape = Shape {
     hidden: 1152,
@@ -43,11 +44,10 @@ fn range_number(at: u64, len: u64) -> u64 {
     ((at / 8) << 19) | (len / 8)
 }
 
-/// A rank: its ring, as kernels write to it, and its lane.
+/// A rank: its ring, as kernels write to it.
 struct End {
     ring: Area,
     appended: u64,
-    lane: Lane,
     far: Arc<FarRank>,
 }
 
@@ -70,8 +70,7 @@ impl End {
 
 struct Two {
     ends: [End; 2],
-    common: Common,
-    lost: Arc<Mutex<Vec<(u32, String)>>>,
+    turns: Turns,
     saw: dry::Saw,
 }
 
@@ -86,28 +85,18 @@ impl Two {
         };
         let (first, second) = (offer(Box::new(a), 0), offer(Box::new(b), 1));
         let told = [first.0.targets(), second.0.targets()];
-        let end = |(offer, far): (Offer, Arc<FarRank>), theirs: &[u8]| {
-            let link: Link = offer.accept(theirs).unwrap();
+        let mut turns = Turns::new();
+        let mut end = |lane: usize, (offer, far): (Offer, Arc<FarRank>)| {
             let ring = Area::plain(Ring::BYTES);
-            let mut lane = Lane::new(Ring::new(ring.clone()), 2, 0, &Window::default());
-            lane.change(Change::Connect(Box::new(link), channel().0));
-            End { ring, appended: 0, lane, far }
+            turns.add(ring.clone(), 2);
+            turns.connect(lane, offer.accept(&told[1 - lane]).unwrap());
+            End { ring, appended: 0, far }
         };
-        let lost: Arc<Mutex<Vec<(u32, String)>>> = Arc::default();
-        let heard = lost.clone();
-        let common = Common {
-            ending: AtomicBool::new(false),
-            graphs: AtomicBool::new(false),
-            bells: Vec::new(),
-            lost: Box::new(move |rank, _, why| heard.lock().unwrap().push((rank, why.to_owned()))),
-            window: Window::default(),
-        };
-        Two { ends: [end(first, &told[1]), end(second, &told[0])], common, lost, saw }
+        Two { ends: [end(0, first), end(1, second)], turns, saw }
     }
 
     fn step(&mut self) -> bool {
-        let Two { ends, common, .. } = self;
-        ends.iter_mut().map(|end| end.lane.advance(common)).max() == Some(true)
+        self.turns.turn()
     }
 
     fn settle(&mut self) {
@@ -174,7 +163,7 @@ fn rows_are_there_when_their_flags_are() {
             assert_eq!(left, [0; 0], "seed {seed}, epoch {epoch}");
         }
         assert_eq!(two.ends[0].far.sent_bytes(), 6 * 9 * (heap.piece_stride + 144));
-        assert!(two.lost.lock().unwrap().is_empty());
+        assert!(two.turns.lost().is_empty());
     }
 }
 
@@ -232,6 +221,26 @@ fn slots_are_released_when_nothing_is_under_way() {
     }
 }
 
+/// Lanes other than the first send nothing when slots are released: the last of them publishes that they are free.
+#[test]
+fn the_last_lane_publishes_that_slots_are_free() {
+    let (placing, _other, _) = dry::pair(3, 1);
+    let inbox = Inbox::of(&SHAPE);
+    let area = || Area::plain(inbox.area_bytes() as usize);
+    let far = Arc::new(FarRank::new(1, area(), area(), inbox, 2));
+    let offer = Offer::new(Box::new(placing), &far, 1).unwrap();
+    let theirs = offer.targets();
+    let mut link: Link = offer.accept(&theirs).unwrap();
+    far.released(Sequence::Dispatch, 1);
+    far.placed(0, Sequence::Dispatch, 1);
+    let words =
+        [1 << 48 | u64::from(EP_COMMAND_TAKEN) << 44 | 1 << 32 | 1, 1 << 48 | u64::from(EP_WORD_DISPATCH_TAKEN)];
+    link.push(Command::of_entry(words, 0).expect("a whole entry").expect("of this lap"));
+    let heap = SHAPE.heap();
+    let at = heap.words + 8 * u64::from(EP_WORD_DISPATCH_TAKEN);
+    assert_eq!(far.receive.word(at).load(Ordering::Acquire), 1);
+}
+
 /// A command that no kernel sends ends the link, with a reason that names it.
 #[test]
 fn a_rank_that_names_what_is_not_there_is_lost() {
@@ -250,7 +259,7 @@ fn a_rank_that_names_what_is_not_there_is_lost() {
         let mut two = Two::new(3);
         two.ends[0].append(kind, 1, number);
         two.settle();
-        let lost = two.lost.lock().unwrap();
+        let lost = two.turns.lost();
         assert!(lost.iter().any(|(rank, why)| *rank == 0 && why.contains("does not fit this buffer")), "{lost:?}");
     }
 }
@@ -262,7 +271,7 @@ fn a_lost_rank_holds_nobody_up() {
     let mut two = Two::new(5);
     (0..3).for_each(|rail| two.saw.lose(rail));
     two.settle();
-    assert_eq!(two.lost.lock().unwrap().iter().map(|(rank, _)| *rank).collect::<Vec<_>>(), [1, 0]);
+    assert_eq!(two.turns.lost().iter().map(|(rank, _)| *rank).collect::<Vec<_>>(), [1, 0]);
     for epoch in 1..=u64::from(EP_COMMANDS) * 3 {
         two.ends[0].range(EP_COMMAND_ROWS_FP8, epoch, heap.rows, 144);
         two.step();
@@ -280,7 +289,7 @@ fn an_overrun_ends_the_links() {
         two.ends[0].range(EP_COMMAND_ROWS_FP8, epoch, heap.rows, 144);
     }
     two.settle();
-    let lost = two.lost.lock().unwrap();
+    let lost = two.turns.lost();
     assert!(lost[0].0 == 1 && lost[0].1.contains("stopped for longer than the timeout"), "{lost:?}");
 }
 

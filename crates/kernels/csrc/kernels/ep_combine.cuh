@@ -156,11 +156,6 @@ __device__ __forceinline__ u32 weight_back(const EpCombineArgs &args, u32 row, u
     return row != EP_NOWHERE && lane < EP_K ? at<u32>(args.y_weights, u64(row) * EP_K + lane) : 0;
 }
 
-// Rank layout: offset in an inbox of the weights that are returned for `token`.
-__device__ __forceinline__ u64 weights_back_at(const EpCommon &c, u64 epoch, u32 token) {
-    return c.heap.back_weights + parity_of(epoch) * c.heap.back_weights_stride + u64(token) * EP_K * 8;
-}
-
 // Whether rows to and from `rank` are coded.
 template <typename Wire>
 __device__ __forceinline__ bool is_coded(const EpCommon &c, u32 rank) {
@@ -282,10 +277,10 @@ struct Returns {
                 stage_back<Wire>(args, start, r, its, stage, lane);
                 u64 inbox = start.to[r.source], slot = parity_of(start.sent), i = u64(r.token) * BACK_ROWS + r.which;
                 u64 place = c.heap.back + slot * c.heap.back_slot + i * c.heap.back_stride + r.piece * EP_PIECE * 2ull;
-                u64 flag = inbox + c.heap.back_flags + slot * c.heap.back_flags_slot + (i * PIECES + r.piece) * 8;
+                u64 flag = inbox + c.heap.back_flags + slot * c.heap.back_flags_slot + (i * PIECES + r.piece) * c.heap.flag_stride;
                 u32 elements = piece_elements(r.piece);
                 u32 bytes = is_coded<Wire>(c, r.source) ? Wire::bytes(elements) : elements * 2;
-                bool far = start.far >> r.source & 1;
+                bool far = !NODE && (start.far >> r.source & 1);
                 if (far) flag = range_command(EP_COMMAND_BACK, r.source, place, bytes);
                 u64 to = inbox + place;
 #if EP_NODE
@@ -297,8 +292,11 @@ struct Returns {
                 outbox.send(stage, bytes, to, flag, lane);
                 if (SLOTS && args.y_weights && r.piece == 0) {
                     u32 weight = weight_back(args, __shfl_sync(WHOLE_WARP, its, 0), lane);
-                    u64 at = weights_back_at(c, start.sent, r.token);
-                    if (lane < EP_K) st_relaxed_sys_u64(inbox + at + 8 * lane, (far ? 0 : tagged(start.sent, 0)) | weight);
+                    u64 at = weights_back_at(c, start.sent, r.token), words = inbox + at;
+#if EP_NODE
+                    if (is_elsewhere(c, r.source)) words = area_for(c, start, r.source).weights_of(r.token);
+#endif
+                    if (lane < EP_K) st_relaxed_sys_u64(words + 8 * lane, (far ? 0 : tagged(start.sent, 0)) | weight);
                     if (far) outbox.announce(range_command(EP_COMMAND_WEIGHTS, r.source, at, EP_K * 8), lane);
                 }
                 if (outbox.sent == 1) mark_of(0, args.marks, EP_MARK_FIRST);
@@ -360,25 +358,28 @@ struct Gather {
         prefetch_rows(here != 0, here, elements_of(unit) * 2, lane);
     }
 
-    // Rank layout: the sums of the weights that came back with a token's rows, by rank. All lanes.
-    __device__ __forceinline__ void sum_weights(const EpCombineArgs &args, const Start &start, u32 token, const Terms &terms,
-                                                u32 rank, u32 lane) const {
+    // Rank layout: sums of the weights that other ranks returned with a token's rows, by rank; once per node, by gateway, where
+    // the term of lane `mine_of` is `mine`. All lanes.
+    __device__ __forceinline__ float sum_weights(const EpCombineArgs &args, const Start &start, u32 token, const Terms &terms,
+                                                 u32 rank, u32 lane, u32 mine_of, float mine) const {
         const EpCommon &c = args.common;
         float sum = 0.0f;
 #pragma unroll 1
         for (u32 i = 0; i < terms.count; ++i) {
-            u32 from = __shfl_sync(WHOLE_WARP, rank, terms.lane_of(i)), bits = 0;
-            if (from == c.rank && is_direct(c)) {
+            u32 term = terms.lane_of(i), from = __shfl_sync(WHOLE_WARP, rank, term), bits = 0;
+            if (NODE && term == mine_of) {
+                bits = __float_as_uint(mine);
+            } else if (from == c.rank && is_direct(c)) {
                 bits = weight_back(args, number, lane);
             } else if (lane < EP_K) {
-                u64 word = start.from[from] + weights_back_at(c, start.received, token) + 8 * lane;
+                u64 word = inbox_of(c, start, from) + weights_back_at(c, start.received, token) + 8 * lane;
                 u64 seen = await_tagged(c, word, from, EP_STAGE_WEIGHTS, start.received);
                 bits = is_tagged(seen, start.received) ? static_cast<u32>(seen) : 0;
             }
             __syncwarp();
             sum = add_rn_f32(sum, __uint_as_float(bits));
         }
-        if (lane < EP_K) at<float>(args.out_weights, u64(token) * EP_K + lane) = sum;
+        return sum;
     }
 
     static __device__ __forceinline__ u32 elements_of(u32 unit) {
@@ -404,7 +405,7 @@ struct Gather {
         valid = valid && (start.open >> rank & 1) && (!own || token < start.tokens[c.rank]);
         // Rank layout: the last of the token's selections at this lane's rank.
         u32 last = 0;
-        if constexpr (SLOTS) last = LANES - 1 - __clz(__match_any_sync(WHOLE_WARP, expert >= 0 ? rank : EP_R + lane));
+        if constexpr (SLOTS && !NODE) last = LANES - 1 - __clz(__match_any_sync(WHOLE_WARP, expert >= 0 ? rank : EP_R + lane));
         // This rank's own contribution, rounded as if it had been sent.
         Vec16 mine[2] = {};
         u32 which = 0;
@@ -426,7 +427,7 @@ struct Gather {
         u64 inbox = start.from[rank], slot = parity_of(start.received), i = u64(token) * BACK_ROWS + which;
         u64 row = inbox + c.heap.back + slot * c.heap.back_slot + i * c.heap.back_stride + at_element * 2;
         bool coded = is_coded<Wire>(c, rank);
-        u64 flag = inbox + c.heap.back_flags + slot * c.heap.back_flags_slot + (i * PIECES + at_element / EP_PIECE) * 8;
+        u64 flag = inbox + c.heap.back_flags + slot * c.heap.back_flags_slot + (i * PIECES + at_element / EP_PIECE) * c.heap.flag_stride;
         if (!EP_PREREDUCE && own) {
             row = here;
             valid = valid && here != 0;
@@ -443,7 +444,7 @@ struct Gather {
         __syncwarp();
         mark_of(FLAGGER * LANES - LANES, args.marks, EP_MARK_CAME);
         Terms terms(valid, lane);
-        if constexpr (SLOTS) {
+        if constexpr (SLOTS && !NODE) {
             // By the token's last selections at the ranks.
             u32 all = __reduce_or_sync(WHOLE_WARP, valid ? 1u << last : 0);
             terms.order = __popc(all & ((1u << last) - 1));
@@ -457,7 +458,9 @@ struct Gather {
             }
         }
         u32 mine_of = __ffs(__ballot_sync(WHOLE_WARP, EP_PREREDUCE && own && valid)) - 1;
+        float mine_weight = 0.0f;
 #if EP_NODE
+        if (SLOTS && args.out_weights && at_element == 0) mine_weight = sum_weights(args, start, token, terms, rank, lane, LANES, 0.0f);
         // This node's part is summed and rounded as those of the others, and takes its place among them.
         Sum<2> here_sum;
         auto load_near = [&](Vec16(&v)[2], u32 source) {
@@ -473,7 +476,7 @@ struct Gather {
         for (u32 i = 0; i < 2; ++i) mine[i] = here_sum.narrowed(i);
         mine_of = __ffs(__ballot_sync(WHOLE_WARP, valid)) - 1;
         valid = nodes.valid || lane == mine_of;
-        if (elsewhere) row = nodes.row;
+        if (elsewhere) row = nodes.row, rank = gateway_to(c, rank);
         terms = Terms(valid, lane);
         terms.order = 0;
 #pragma unroll
@@ -506,7 +509,10 @@ struct Gather {
         };
         sum_terms<4, !EP_PREREDUCE, Wire>(sum, terms, coded, load, [&] { return weight; });
         if (!SLOTS) add_biases();
-        if (SLOTS && args.out_weights && at_element == 0) sum_weights(args, start, token, terms, rank, lane);
+        if (SLOTS && args.out_weights && at_element == 0) {
+            float sum = sum_weights(args, start, token, terms, rank, lane, mine_of, mine_weight);
+            if (lane < EP_K) at<float>(args.out_weights, u64(token) * EP_K + lane) = sum;
+        }
         u64 out = args.out + token * args.out_stride + at_element * 2;
 #pragma unroll
         for (u32 i = 0; i < 2; ++i) {
@@ -599,10 +605,11 @@ __device__ __forceinline__ void run_combine(const EpCombineArgs &args, u8 *share
     __syncthreads();
     mark_of(0, args.marks, EP_MARK_PLANNED);
     // Before any wait for other ranks, which may wait for this.
-    if (warp == FLAGGER - 1 && blockIdx.x == gridDim.x - 1) {
-        release_slots(c, start, EP_WORD_COMBINE_TAKEN, lane);
-        if (sends && (start.far & start.open & ~start.free)) {
-            watch_slots(c, start, EP_WORD_COMBINE_TAKEN, EP_STAGE_COMBINE_TAKEN, lane);
+    if (warp == FLAGGER - 1) {
+        bool releases = blockIdx.x == gridDim.x - 1;
+        if (releases) release_slots(c, start, EP_WORD_COMBINE_TAKEN, lane);
+        if (sends && (start.hosted & start.open & ~start.free)) {
+            watch_slots(c, start, EP_WORD_COMBINE_TAKEN, EP_STAGE_COMBINE_TAKEN, releases, lane);
         }
     }
 #if EP_NODE
@@ -623,14 +630,14 @@ __device__ __forceinline__ void run_combine(const EpCombineArgs &args, u8 *share
 #if EP_NODE
         // Relays wait for what this rank and others have sent.
         outbox.settle(lane);
-        Relays{returns.worker, returns.workers}.send(c, start, outbox, stages, lane);
+        Relays{returns.worker, returns.workers, SLOTS && args.y_weights != 0}.send(c, start, outbox, stages, lane);
 #endif
         parts.prefetch(args, start, lane);
         outbox.end(lane);
         mark_of(0, args.marks, EP_MARK_SENT);
     }
     parts.receive<Wire>(args, start, lane);
-    if (start.far && warp == 0 && blockIdx.x == 0) look_at_slots(c, start, EP_WORD_COMBINE_TAKEN, lane);
+    if (start.hosted && warp == 0 && blockIdx.x == 0) look_at_slots(c, start, EP_WORD_COMBINE_TAKEN, lane);
 #if EP_MARKED
     if (args.marks) __syncthreads();
 #endif

@@ -21,6 +21,20 @@ constexpr u32 RING_STRIPE = 16;
 
 __device__ __forceinline__ EpRing &ring_at(const EpCommon &c, u32 number) { return at<EpRing>(c.rings, number); }
 
+// The set that a ring has: itself, or the address of its words.
+__device__ __forceinline__ void load_ranks(u64 &ranks, u64 from) { ranks = from; }
+template <u32 WORDS>
+__device__ __forceinline__ void load_ranks(ManyRanks<WORDS> &ranks, u64 from) {
+    ranks = ManyRanks<WORDS>::of_words([&](u32 i) -> u64 { return from != 0 ? at<u64>(from, i) : 0; });
+}
+
+// The ranks to which the proxy sends.
+__device__ __forceinline__ Ranks far_ranks(const EpCommon &c) {
+    Ranks far = 0;
+    load_ranks(far, ring_at(c, 0).far);
+    return far;
+}
+
 // Waits until the ring has room for command `number`. The host reads commands without waiting for anything, so this is
 // rare; if it does not within the timeout, the command overwrites another one, which the host notices.
 __device__ __noinline__ void await_room(const EpCommon &c, EpRing &ring, u64 number) {

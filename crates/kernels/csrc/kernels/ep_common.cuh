@@ -5,6 +5,7 @@
 // are resident, and every wait of those blocks ends.
 #pragma once
 
+#include "kernels/ep_ranks.cuh"
 #include "layout/ep.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/memory.cuh"
@@ -38,7 +39,7 @@ constexpr u32 COLUMN = NODES - 1;
 constexpr u64 LESS = 1ull << 63;
 // Polls of a word between two reads of the clock, which is slower to read.
 constexpr u32 EP_POLLS_PER_CLOCK = 16;
-static_assert(EP_R <= 64 && EP_K <= LANES && EP_PIECE % 1024 == 0, "limits that the host checks");
+static_assert(EP_R <= 1024 && EP_K <= LANES && EP_PIECE % 1024 == 0, "limits that the host checks");
 
 // Begins a launch: nothing is read or written before.
 __device__ __forceinline__ void begin_launch() {
@@ -92,7 +93,7 @@ __device__ __forceinline__ void mark_of(u32 thread, u64 marks, u32 what) {
 // sees the entry.
 __device__ __noinline__ void report_fault(const EpCommon &c, u32 rank, u32 stage, u64 epoch, u64 seen) {
     u64 number = atomicAdd(&state_of(c).faults, 1ull) + 1;
-    EpFault &fault = at<EpFault>(c.faults, (number - 1) % EP_FAULTS);
+    EpFault &fault = at<EpFault>(c.faults, (number - 1) % (EP_R > 64 ? 16 * EP_FAULTS : EP_FAULTS));
     fault.epoch = epoch;
     fault.seen = seen;
     fault.rank = rank;
@@ -267,7 +268,12 @@ __device__ __noinline__ u64 await_tagged(const EpCommon &c, u64 word, u32 rank, 
     }
 }
 
-// A value per rank, distributed over a warp: lane r holds those of ranks r and r + 32.
+// Rank layout: offset in an inbox of the weights that are returned for `token`.
+__device__ __forceinline__ u64 weights_back_at(const EpCommon &c, u64 epoch, u32 token) {
+    return c.heap.back_weights + parity_of(epoch) * c.heap.back_weights_stride + u64(token) * EP_K * 8;
+}
+
+// A value per rank, distributed over a warp: lane r holds those of ranks r, r + 32 and so on.
 template <typename T>
 struct PerRank {
     T value[EACH];
@@ -275,7 +281,13 @@ struct PerRank {
     // The value of a rank; each lane may choose another one.
     __device__ __forceinline__ T of(u32 rank) const {
         T found = __shfl_sync(WHOLE_WARP, value[0], rank % LANES);
-        if constexpr (EACH > 1) {
+        if constexpr (EACH > 2) {
+#pragma unroll
+            for (u32 i = 1; i < EACH; ++i) {
+                T other = __shfl_sync(WHOLE_WARP, value[i], rank % LANES);
+                found = rank / LANES == i ? other : found;
+            }
+        } else if constexpr (EACH > 1) {
             T other = __shfl_sync(WHOLE_WARP, value[1], rank % LANES);
             found = rank >= LANES ? other : found;
         }

@@ -126,7 +126,7 @@ struct Outgoing {
         bool sender = is_first_of_rank(rank, goes, lane) && takes_rows(start, rank);
         u64 inbox = start.to[rank], row = parity_of(start.sent) * c.max_tokens + token;
         u64 place = c.heap.rows + row * c.heap.row_stride + piece * c.heap.piece_stride, to = inbox + place;
-        u64 flag = inbox + c.heap.row_flags + (row * PIECES + piece) * 8;
+        u64 flag = inbox + c.heap.row_flags + (row * PIECES + piece) * c.heap.flag_stride;
         if (start.far >> rank & 1) flag = range_command(ROWS_COMMAND, rank, place, bytes);
         start_sending(pending, stage, bytes, sender, to, flag, lane);
     }
@@ -317,7 +317,7 @@ __device__ __forceinline__ void note_token(const EpDispatchArgs &args, const Sta
 
 __device__ __forceinline__ u64 flag_of(const EpCommon &c, const Start &start, const Arrival &a) {
     u64 row = parity_of(start.received) * c.max_tokens + a.token;
-    return start.from[a.source] + c.heap.row_flags + (row * PIECES + a.piece) * 8;
+    return start.from[a.source] + c.heap.row_flags + (row * PIECES + a.piece) * c.heap.flag_stride;
 }
 
 // Whether a lane has room for all rows of a token.
@@ -442,7 +442,7 @@ __device__ __forceinline__ void end_dispatch(const EpDispatchArgs &args, const S
     bool last = is_last_to_end(c, address_of(state.dispatch_blocks[c.phases]));
     mark_of(0, args.marks, EP_MARK_DONE);
     if (!last) return;
-    if (start.far) look_at_slots(c, start, EP_WORD_DISPATCH_TAKEN, threadIdx.x);
+    if (start.hosted) look_at_slots(c, start, EP_WORD_DISPATCH_TAKEN, threadIdx.x);
     if (c.phases & EP_RECEIVE) count_waits(c);
     if (threadIdx.x != 0) return;
     if (c.phases & EP_SEND) {

@@ -36,7 +36,8 @@ struct Column {
 
     // Waits until the control word of any missing rank is there, or that rank is masked. Those of which it is, as bits; 0 if no
     // rank is missing. A rank that is lost delays nothing of the others. All lanes.
-    __device__ __forceinline__ u32 next(const EpCommon &c, const Start &start, u32 lane) {
+    __device__ __forceinline__ u32 next(const EpDispatchArgs &args, const Start &start, u32 lane) {
+        const EpCommon &c = args.common;
         u64 epoch = start.received;
         u32 source = column_rank(c, lane % COLUMN), ended = 0;
         u64 word = word_in(c, start.via[source], EP_WORD_TABLE + parity_of(epoch));
@@ -47,8 +48,8 @@ struct Column {
                 u64 seen = ld_relaxed_sys_u64(word);
                 over = is_tagged(seen, epoch);
                 u32 said = over ? static_cast<u32>(seen) : 0, count = said & SOURCE_TOKENS;
-                tokens = count < c.max_tokens ? count : c.max_tokens;
                 flags = said >> SOURCE_FLAGS;
+                tokens = tokens_of(args, source, count < c.max_tokens ? count : c.max_tokens, flags);
                 u64 waited = clock_ns() - started;
                 if (!over && waited >= c.limit_ns) mask_for(c, source, EP_STAGE_TABLE, epoch, seen >> 32);
                 over = over || is_masked(c, source);
@@ -110,6 +111,16 @@ __device__ __forceinline__ bool forward_source(const EpDispatchArgs &args, const
     return !__any_sync(WHOLE_WARP, lost);
 }
 
+// Rank layout: forwards the word for the hosts of this node's ranks; false if the source is lost. All lanes.
+__device__ __forceinline__ bool forward_announcement(const EpCommon &c, const Start &start, u32 source, u32 lane) {
+    u64 epoch = start.received, seen = 0;
+    u32 word = EP_WORD_ANNOUNCE + parity_of(epoch);
+    if (lane == 0) seen = await_tagged(c, word_in(c, start.via[source], word), source, EP_STAGE_ANNOUNCE, epoch);
+    seen = __shfl_sync(WHOLE_WARP, seen, 0);
+    if (is_tagged(seen, epoch)) forward_word(c, start, source, word, seen, lane);
+    return is_tagged(seen, epoch);
+}
+
 // Forwards a warp's share of all words. All lanes.
 __device__ __forceinline__ void forward_words(const EpDispatchArgs &args, const Start &start, u32 worker, u32 workers,
                                               u32 lane) {
@@ -124,13 +135,17 @@ __device__ __forceinline__ void forward_words(const EpDispatchArgs &args, const 
         if (there && worker == 0) {
             forward_word(c, start, source, EP_WORD_TABLE + parity_of(epoch), tagged(epoch, flags << SOURCE_FLAGS | tokens), lane);
         }
-        there = there && forward_source(args, start, source, tokens, flags & EP_WEIGHTED, worker, workers, lane);
+        // A repeated routing has no words.
+        if (there && !(SLOTS && args.cached)) {
+            there = forward_source(args, start, source, tokens, flags & EP_WEIGHTED, worker, workers, lane);
+        }
+        if (SLOTS && there && worker == 0) there = forward_announcement(c, start, source, lane);
         if (!there) tell_lost(c, start, source, EP_STAGE_TABLE, epoch, lane);
     };
     // Those that are masked from the start.
     u32 closed = ~column.missing & static_cast<u32>((1ull << COLUMN) - 1);
 #pragma unroll 1
-    for (u32 ended = closed ? closed : column.next(c, start, lane); ended; ended = column.next(c, start, lane)) {
+    for (u32 ended = closed ? closed : column.next(args, start, lane); ended; ended = column.next(args, start, lane)) {
 #pragma unroll 1
         for (; ended; ended &= ended - 1) forward(__ffs(ended) - 1);
     }
@@ -229,10 +244,11 @@ __device__ __forceinline__ void forward_rows(const EpDispatchArgs &args, Start &
         u32 tokens = __shfl_sync(WHOLE_WARP, column.tokens, mine.number), ranks = 0;
         if (unit < units && mine.token < tokens && (columns >> mine.number & 1)) {
             u64 &kept = forwards_of(c, mine.number, mine.token);
-            u32 selected = SLOTS && args.cached ? static_cast<u32>(kept >> 32) : mine.selected(c, start);
+            bool repeats = SLOTS && args.cached;
+            u32 selected = repeats ? static_cast<u32>(kept >> 32) : mine.selected(c, start);
             ranks = selected & near;
-            // For the combine.
-            if (mine.piece == 0) kept = u64(selected) << 32 | ranks;
+            // For the combine, and for dispatches that repeat the routing.
+            if (mine.piece == 0 && !repeats) kept = u64(selected) << 32 | ranks;
         }
         u32 left = __ballot_sync(WHOLE_WARP, ranks != 0);
         u32 source = column_rank(c, mine.number);
@@ -265,7 +281,8 @@ __device__ __forceinline__ void forward_rows(const EpDispatchArgs &args, Start &
     }
 }
 
-// This rank's share of forwarding: words by the first block, before it plans; rows by the first warps of the others. All warps of a launch that receives; `stages`: of this warp.
+// This rank's share of forwarding: words by the first block, before it plans; rows by the first warps of the others. All warps
+// of a launch that receives; `stages`: of this warp.
 __device__ __forceinline__ void forward(const EpDispatchArgs &args, Start &start, u8 *stages, Pending &pending, u32 warp,
                                         u32 lane) {
     u32 first = gridDim.x > 1;
@@ -275,7 +292,7 @@ __device__ __forceinline__ void forward(const EpDispatchArgs &args, Start &start
     u32 worker = warp * blocks + blockIdx.x - first, stage = 0;
     Column column(args.common, start, lane);
 #pragma unroll 1
-    while (u32 columns = column.next(args.common, start, lane)) {
+    while (u32 columns = column.next(args, start, lane)) {
         forward_rows(args, start, column, columns, stages, stage, pending, worker, FORWARDERS * blocks, lane);
     }
     await_pending(args.common, pending, start, lane);

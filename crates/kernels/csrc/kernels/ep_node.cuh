@@ -46,17 +46,22 @@ __device__ __forceinline__ void tell_lost(const EpCommon &c, const Start &start,
     __syncwarp();
 }
 
-// The node area of a heap, after its inboxes: partial sums of the ranks of its node, for tokens of its column.
+// The node area of a heap, after its inboxes: partial sums of the ranks of its node, for tokens of its column. Rank layout:
+// with the weights that return with them.
 struct NodeArea {
     u64 rows;
     u64 flags;
+    u64 weights;
 
     // Those of rank `writer` of the node, for a rank of the column, in the heap at `base`.
     __device__ __forceinline__ NodeArea(const EpCommon &c, u64 base, u32 writer, u32 number, u64 epoch) {
         u64 area = base + c.heap.inboxes + EP_R * c.heap.inbox_stride;
         u64 slot = (writer * EP_DEPTH + parity_of(epoch)) * COLUMN + number;
         rows = area + slot * c.heap.back_slot;
-        flags = area + u64(NODE_RANKS) * EP_DEPTH * COLUMN * c.heap.back_slot + slot * c.heap.back_flags_slot;
+        constexpr u64 SLOTS_OF_ALL = u64(NODE_RANKS) * EP_DEPTH * COLUMN;
+        area += SLOTS_OF_ALL * c.heap.back_slot;
+        flags = area + slot * c.heap.back_flags_slot;
+        weights = area + SLOTS_OF_ALL * c.heap.back_flags_slot + slot * c.heap.back_weights_stride;
     }
 
     __device__ __forceinline__ u64 row(const EpCommon &c, u32 token, u32 piece) const {
@@ -64,6 +69,9 @@ struct NodeArea {
     }
 
     __device__ __forceinline__ u64 flag(u32 token, u32 piece) const { return flags + (u64(token) * PIECES + piece) * 8; }
+
+    // The weights of a token, a word for each selection.
+    __device__ __forceinline__ u64 weights_of(u32 token) const { return weights + u64(token) * EP_K * 8; }
 };
 
 // Offset in an inbox of the word of a returned piece that lacks ranks: their bits.

@@ -33,6 +33,14 @@ using Count = Number<EP_PLAN_COUNT>::Type;
 // Loads in flight per lane.
 constexpr u32 WORDS = 8;
 
+// The tokens of a source that announces `tokens`. Slots: of a source that repeats a routing, while this rank does not, none; if
+// this rank does, those of the handle.
+__device__ __forceinline__ u32 tokens_of(const EpDispatchArgs &args, u32 source, u32 tokens, u32 flags) {
+    if (SLOTS && (flags & EP_CACHED)) tokens = 0;
+    if (SLOTS && args.cached) tokens = at<u32>(args.common.handle + args.common.parts.tokens, source);
+    return tokens;
+}
+
 // A thread's first selection of this rank's tokens, loaded before its destination is known and not used until then.
 struct OwnSelection {
     long long id = -1;
@@ -167,7 +175,7 @@ __device__ __forceinline__ void walk(const EpCommon &c, Start &start, Count *cou
             if (!lost && !is_tagged(seen, epoch)) {
                 seen = await_tagged(c, table + 8ull * i, source, EP_STAGE_TABLE, epoch);
                 // All or nothing: if one selection of a source is missing, the source is lost.
-                if (!is_tagged(seen, epoch)) atomicOr(&start.lost, u64(1) << source);
+                if (!is_tagged(seen, epoch)) share_rank(start.lost, source);
             }
             __syncwarp();
             // Untrusted input of another rank: bounds-check it.

@@ -38,6 +38,7 @@ constexpr u32 BATCH_WARPS = EP_BULK ? SENDERS : 1;
 // The warp that writes flags, and the first that adds.
 constexpr u32 FLAGGER = SENDERS;
 constexpr u32 ADDERS = EP_BULK ? SENDERS + 1 : SENDERS;
+static_assert(EP_R <= 64, "two ranks of each lane");
 static_assert(ADDERS < WARPS, "a warp is left to add");
 
 struct CombineShared {

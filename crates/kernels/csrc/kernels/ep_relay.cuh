@@ -17,6 +17,7 @@ __device__ __forceinline__ u32 open_of(const EpCommon &c, const Start &start, u6
 
 // Forwards this block's share of the weights that the column gives to this combine. One warp of each block.
 __device__ __noinline__ void forward_weights(const EpCommon &c, const Start &start, u32 lane) {
+    if (SLOTS) return;
     u64 epoch = start.sent, offset = c.heap.back_weights + parity_of(epoch) * c.heap.back_weights_stride;
 #pragma unroll 1
     for (u32 number = 0; number < COLUMN; ++number) {
@@ -64,6 +65,29 @@ __device__ __forceinline__ NodeArea area_for(const EpCommon &c, const Start &sta
 struct Relays {
     u32 worker;
     u32 workers;
+    // Rank layout: weights return with rows.
+    bool weighted;
+
+    // Rank layout: the sums of the weights that the ranks that `came` have left with their rows of a token, one for each lane
+    // below K. A rank whose weights are missing counts as one whose row is missing. All lanes.
+    __device__ __forceinline__ float sum_weights(const EpCommon &c, const Start &start, u32 number, u32 token, bool &came,
+                                                 u32 lane) const {
+        float sum = 0.0f;
+#pragma unroll 1
+        for (u32 left = __ballot_sync(WHOLE_WARP, came); left; left &= left - 1) {
+            u32 writer = __ffs(left) - 1;
+            u64 word = NodeArea(c, c.base, writer, number, start.sent).weights_of(token) + 8 * lane;
+            u64 seen = tagged(start.sent, 0);
+            if (lane < EP_K) seen = await_tagged(c, word, near_rank(c, writer), EP_STAGE_WEIGHTS, start.sent);
+            __syncwarp();
+            if (__all_sync(WHOLE_WARP, is_tagged(seen, start.sent))) {
+                sum = add_rn_f32(sum, __uint_as_float(static_cast<u32>(seen)));
+            } else if (lane == writer) {
+                came = false;
+            }
+        }
+        return sum;
+    }
 
     // Waits for the rows of a piece in the node area, adds them up and starts to send the sum. All lanes.
     __device__ __forceinline__ void send_piece(const EpCommon &c, const Start &start, Outbox &outbox, u8 *stages, u32 unit,
@@ -77,6 +101,9 @@ struct Relays {
         came = came && await(c, area.flag(token, piece), epoch, near_rank(c, lane), EP_STAGE_BACK_ROW, epoch);
         // Makes what any lane acquired visible to all lanes.
         __syncwarp();
+        bool weighs = SLOTS && weighted && piece == 0;
+        float weight = 0.0f;
+        if (weighs) weight = sum_weights(c, start, number, token, came, lane);
         u32 missing = selected & ~__ballot_sync(WHOLE_WARP, came), elements = piece_elements(piece);
         // In the order of ranks.
         Terms terms(came, lane);
@@ -98,8 +125,11 @@ struct Relays {
         u64 place = c.heap.back + parity_of(epoch) * c.heap.back_slot + token * c.heap.back_stride + piece * EP_PIECE * 2ull;
         u32 kind = missing ? EP_COMMAND_BACK_LESS : EP_COMMAND_BACK;
         outbox.send(stage, elements * 2, start.to[source] + place, range_command(kind, source, place, elements * 2), lane);
+        u64 at = weights_back_at(c, epoch, token);
+        if (weighs && lane < EP_K) st_relaxed_sys_u64(start.to[source] + at + 8 * lane, __float_as_uint(weight));
+        if (weighs) outbox.announce(range_command(EP_COMMAND_WEIGHTS, source, at, EP_K * 8), lane);
         if (missing == 0) return;
-        u64 at = missing_at(c, epoch, token, piece);
+        at = missing_at(c, epoch, token, piece);
         if (lane == 0) st_relaxed_sys_u64(start.to[source] + at, missing);
         outbox.announce(range_command(EP_COMMAND_WEIGHTS, source, at, 8), lane);
     }

@@ -29,8 +29,7 @@ struct SlotPlan {
     }
 };
 
-// Reads each source's token count from its table word. A source that repeats a routing, while this rank does not,
-// counts as having no tokens.
+// Reads each source's token count from its table word.
 __device__ __forceinline__ void read_sources(const EpDispatchArgs &args, Start &start) {
     const EpCommon &c = args.common;
     u64 epoch = start.received;
@@ -39,19 +38,17 @@ __device__ __forceinline__ void read_sources(const EpDispatchArgs &args, Start &
         u64 word = word_in(c, start.from[rank], EP_WORD_TABLE + epoch % EP_DEPTH);
         u64 seen = is_masked(c, rank) ? 0 : await_tagged(c, word, rank, EP_STAGE_TABLE, epoch);
         u32 said = is_tagged(seen, epoch) ? static_cast<u32>(seen) : 0, tokens = said & SOURCE_TOKENS;
-        if (!is_tagged(seen, epoch)) atomicOr(&start.lost, u64(1) << rank);
+        if (!is_tagged(seen, epoch)) share_rank(start.lost, rank);
         start.flags[rank] = said >> SOURCE_FLAGS;
         if (tokens > c.max_tokens) tokens = c.max_tokens;
-        if (start.flags[rank] & EP_CACHED) tokens = 0;
-        if (args.cached) tokens = at<u32>(c.handle + c.parts.tokens, rank);
-        start.tokens[rank] = tokens;
+        start.tokens[rank] = tokens_of(args, rank, tokens, start.flags[rank]);
         said = start.flags[rank] << SOURCE_FLAGS | start.tokens[rank];
         st_relaxed_gpu_u64(c.base + c.heap.plan_tokens + 8 * rank, tagged(epoch, said));
     }
 }
 
 // Notes which tokens have rows here, and counts selections; those of `lost` sources are none. All warps, one tile at a time.
-__device__ __forceinline__ void vote(const EpDispatchArgs &args, Start &start, const SlotPlan &plan, u64 lost, u32 lane) {
+__device__ __forceinline__ void vote(const EpDispatchArgs &args, Start &start, const SlotPlan &plan, Ranks lost, u32 lane) {
     const EpCommon &c = args.common;
     u64 epoch = start.received;
 #pragma unroll 1
@@ -72,7 +69,7 @@ __device__ __forceinline__ void vote(const EpDispatchArgs &args, Start &start, c
                 if (!is_tagged(seen[k], epoch)) {
                     seen[k] = await_tagged(c, words + 8 * (first + k), source, EP_STAGE_TABLE, epoch);
                     // All or nothing: if one selection of a source is missing, the source is lost.
-                    if (!is_tagged(seen[k], epoch)) atomicOr(&start.lost, u64(1) << source);
+                    if (!is_tagged(seen[k], epoch)) share_rank(start.lost, source);
                 }
                 u32 expert = is_tagged(seen[k], epoch) ? static_cast<u32>(seen[k]) - 1 : EP_NOWHERE;
                 // Untrusted input of another rank: bounds-check it.
@@ -168,7 +165,7 @@ __device__ __forceinline__ void plan_slots(const EpDispatchArgs &args, Start &st
     read_sources(args, start);
     __syncthreads();
     if (!args.cached) {
-        u64 lost = start.lost;
+        Ranks lost = start.lost;
         while (true) {
             for (u32 i = threadIdx.x; i < LOCAL; i += EP_THREADS) plan.experts[i] = 0;
             __syncthreads();

@@ -10,10 +10,12 @@ struct Start {
     u64 sent;
     u64 received;
     // Bit masks of ranks: unmasked ones; those at which this rank's slots are free.
-    u64 open;
-    u64 free;
-    // Those that the proxy sends to.
-    u64 far;
+    Ranks open;
+    Ranks free;
+    // Those that the proxy sends to; those whose inboxes here are in the host's memory, these included. Loads of one line of
+    // that memory are serialized, a microsecond each: no word of it may be read by all blocks.
+    Ranks far;
+    Ranks hosted;
     // Where this rank's inboxes at the ranks are (far ones: copies of them here), and the ranks' inboxes here.
     u64 to[EP_R];
     u64 from[EP_R];
@@ -27,7 +29,7 @@ struct Start {
     u32 asked;
     u32 planned;
     // Planning block of a dispatch: bit mask of sources that timed out.
-    u64 lost;
+    Ranks lost;
     // Shared between warps by atomics, without block barriers. `ready`: warps whose pieces arrived but whose flags are
     // not set yet, and FLUSHING while a warp sets flags. `flushed`: per warp, how many times its flags were set.
     // `queued`: addresses of the flags to set.
@@ -83,7 +85,7 @@ __device__ __forceinline__ void begin(const EpCommon &c, const EpochRefs &epochs
     // Issue all loads before using the first.
     u64 sent = ld_relaxed_gpu_u64(address_of(epochs.sent)) + 1;
     u64 received = ld_relaxed_gpu_u64(address_of(epochs.received)) + 1;
-    u64 far = ring_at(c, 0).far;
+    Ranks far = far_ranks(c);
     u64 to[EACH] = {}, from[EACH] = {}, taken[EACH] = {}, seen[EACH] = {};
 #if EP_NODE
     u64 via[EACH] = {};
@@ -102,11 +104,12 @@ __device__ __forceinline__ void begin(const EpCommon &c, const EpochRefs &epochs
         taken[i] = ld_acquire_sys_u64(word_in(c, guessed_inbox(c, rank), epochs.taken));
         seen[i] = ld_acquire_gpu_u64(taken_seen(c, rank, epochs.taken));
     }
-    u64 open = 0, free = 0;
+    Ranks open = 0, free = 0, hosted = 0;
 #pragma unroll
     for (u32 i = 0; i < EACH; ++i) {
         u32 rank = lane + i * LANES;
         bool known = rank < EP_R;
+        bool is_hosted = known && (far >> rank & 1 || is_pinned(c, from[i]));
         if (known) start.to[rank] = to[i];
         if (known) start.from[rank] = from[i];
 #if EP_NODE
@@ -115,14 +118,15 @@ __device__ __forceinline__ void begin(const EpCommon &c, const EpochRefs &epochs
         if (!has_link(c, rank)) taken[i] = sent;
 #endif
         // Loaded from the heap before it was known whether the inbox is there.
-        if (far >> rank & 1) {
+        if (is_hosted) {
             taken[i] = seen[i];
         } else if (known && from[i] != guessed_inbox(c, rank)) {
             taken[i] = ld_acquire_sys_u64(word_in(c, from[i], epochs.taken));
         }
         bool is_free = known && (sent <= EP_DEPTH || taken[i] >= sent - EP_DEPTH);
-        open |= u64(__ballot_sync(WHOLE_WARP, known && masked[i] == 0)) << (i * LANES);
-        free |= u64(__ballot_sync(WHOLE_WARP, is_free)) << (i * LANES);
+        open |= RankSets::part(i, __ballot_sync(WHOLE_WARP, known && masked[i] == 0));
+        free |= RankSets::part(i, __ballot_sync(WHOLE_WARP, is_free));
+        hosted |= RankSets::part(i, __ballot_sync(WHOLE_WARP, is_hosted));
     }
     if (lane == 0) {
         start.sent = sent;
@@ -130,6 +134,7 @@ __device__ __forceinline__ void begin(const EpCommon &c, const EpochRefs &epochs
         start.open = open;
         start.free = free;
         start.far = far;
+        start.hosted = hosted;
         start.asked = 0;
         start.planned = 0;
         start.lost = 0;
@@ -165,25 +170,30 @@ __device__ __forceinline__ void release_slots(const EpCommon &c, const Start &st
     }
 }
 
-// Looks which slots at far ranks are free, for the next launches. One whole warp, once this rank has received: the other
+// Looks which slots at hosted ranks are free, for the next launches. One whole warp, once this rank has received: the other
 // ranks have released slots before they sent.
 __device__ __noinline__ void look_at_slots(const EpCommon &c, const Start &start, u32 word, u32 lane) {
 #pragma unroll 1
     for (u32 rank = lane; rank < EP_R; rank += LANES) {
-        if (!((start.far & start.open) >> rank & 1)) continue;
+        if (!((start.hosted & start.open) >> rank & 1)) continue;
         u64 inbox = inbox_of(c, start, rank);
         atomicMax(&at<u64>(taken_seen(c, rank, word)), ld_acquire_sys_u64(word_in(c, inbox, word)));
     }
     __syncwarp();
 }
 
-// Waits in place of all blocks for the slots at far ranks that are not known to be free: the others wait for what this
-// warp has seen, in this rank's own memory. One whole warp of the launch, after it has released slots.
-__device__ __noinline__ void watch_slots(const EpCommon &c, const Start &start, u32 word, u32 stage, u32 lane) {
+// Waits in place of all blocks for the slots at hosted ranks that are not known to be free, if this is the first
+// warp of the launch that needs them: the others poll this rank's own memory. Not a certain block's, which may start
+// only when others have ended. One whole warp; `released`: it has released slots.
+__device__ __noinline__ void watch_slots(const EpCommon &c, const Start &start, u32 word, u32 stage, bool released, u32 lane) {
     u64 epoch = start.sent - EP_DEPTH;
+    // A rank is never far from itself: its own entry is the newest launch that watches.
+    u32 first = lane == 0 && atomicMax(&at<u64>(taken_seen(c, c.rank, word)), start.sent) < start.sent;
+    if (!__shfl_sync(WHOLE_WARP, first, 0)) return;
+    if (!released) release_slots(c, start, word, lane);
 #pragma unroll 1
     for (u32 rank = lane; rank < EP_R; rank += LANES) {
-        if (!((start.far & start.open & ~start.free) >> rank & 1)) continue;
+        if (!((start.hosted & start.open & ~start.free) >> rank & 1)) continue;
         u64 seen = taken_seen(c, rank, word);
         bool free = await(c, word_in(c, inbox_of(c, start, rank), word), epoch, rank, stage, start.sent);
         if (free) atomicMax(&at<u64>(seen), epoch);
@@ -193,8 +203,8 @@ __device__ __noinline__ void watch_slots(const EpCommon &c, const Start &start, 
 
 // The slow part of `slots_free`.
 __device__ __noinline__ bool await_slots(const EpCommon &c, const Start &start, u32 rank, u32 word, u32 stage) {
-    bool far = start.far >> rank & 1;
-    u64 place = far ? taken_seen(c, rank, word) : word_in(c, start.from[rank], word);
+    bool hosted = start.hosted >> rank & 1;
+    u64 place = hosted ? taken_seen(c, rank, word) : word_in(c, start.from[rank], word);
     return await(c, place, start.sent - EP_DEPTH, rank, stage, start.sent);
 }
 
@@ -207,18 +217,18 @@ __device__ __forceinline__ bool slots_free(const EpCommon &c, const Start &start
 // One whole warp, after `begin`.
 __device__ __forceinline__ void free_slots(const EpCommon &c, Start &start, u32 word, u32 stage, u32 lane) {
     __syncwarp();
-    u64 missing = start.open & ~start.free, came = 0;
+    Ranks missing = start.open & ~start.free, came = 0;
     if (missing == 0) return;
-    bool watches = blockIdx.x == gridDim.x - 1;
     // Avoids deadlock: those ranks may in turn wait for this rank's release.
-    if (watches || (missing & ~start.far)) release_slots(c, start, word, lane);
-    if (watches) watch_slots(c, start, word, stage, lane);
+    bool releases = static_cast<bool>(missing & ~start.hosted);
+    if (releases) release_slots(c, start, word, lane);
+    if (missing & start.hosted) watch_slots(c, start, word, stage, releases, lane);
 #pragma unroll 1
     for (u32 i = 0; i < EACH; ++i) {
         u32 rank = lane + i * LANES;
         bool waits = rank < EP_R && (missing >> rank & 1);
         bool is_free = waits && await_slots(c, start, rank, word, stage);
-        came |= u64(__ballot_sync(WHOLE_WARP, is_free)) << (i * LANES);
+        came |= RankSets::part(i, __ballot_sync(WHOLE_WARP, is_free));
     }
     __syncwarp();
     if (lane == 0) start.free |= came;

@@ -83,7 +83,7 @@ constexpr u32 EP_STAGE_ROOM = 10;
 // Most blocks of a launch in the rank layout.
 constexpr u32 EP_RANK_BLOCKS = 256;
 
-// Entries of the ring of faults.
+// Entries of the ring of faults; with more than 64 ranks 16 times as many, since all of them can be lost at once.
 constexpr u32 EP_FAULTS = 64;
 
 // Flag of a table or of a handle's source: weights were sent with the dispatch.
@@ -279,6 +279,8 @@ struct EpHeap {
     u64 back_flags;
     // From one slot's flags to the next's.
     u64 back_flags_slot;
+    // From a flag of `row_flags` and `back_flags` to the next: 8, or a line where they may be in the host's memory.
+    u64 flag_stride;
     // Within an inbox, expert layout: u64[EP_DEPTH][M][K], weights of a combine: epoch << 32 | bits of an f32. Slots:
     // those that are returned.
     u64 back_weights;
@@ -311,7 +313,7 @@ struct EpHeap {
     u64 bytes;
 };
 
-static_assert(sizeof(EpHeap) == 320, "EpHeap");
+static_assert(sizeof(EpHeap) == 328, "EpHeap");
 
 // State of a rank's kernels between launches: epochs of the last operations, and counters that are 0 between
 // launches.
@@ -374,7 +376,7 @@ static_assert(sizeof(EpAnnounceHeader) == 16, "EpAnnounceHeader");
 
 // An entry of the ring of faults, in pinned host memory.
 struct EpFault {
-    // Sequence number of the fault, from 1, stored last with release order. Its entry is (number - 1) % EP_FAULTS.
+    // Sequence number of the fault, from 1, stored last with release order. Its entry is (number - 1) % entries.
     u64 number;
     // Epoch of the dispatch or combine.
     u64 epoch;
@@ -391,7 +393,8 @@ static_assert(sizeof(EpFault) == 32, "EpFault");
 // A ring of commands to the proxy, in device memory; the commands are in pinned memory. There is a power of two of
 // rings, one after the other, each read by a thread; blocks share them out.
 struct EpRing {
-    // Bits of the ranks to which the proxy sends; the same in all rings.
+    // Bits of the ranks to which the proxy sends, of more than 64 ranks the address of their words, or 0; the same in
+    // all rings.
     u64 far;
     // Number of the last ring; the same in all rings.
     u64 last;
@@ -494,7 +497,7 @@ struct EpCommon {
     u32 max_tokens;
 };
 
-static_assert(sizeof(EpCommon) == 512, "EpCommon");
+static_assert(sizeof(EpCommon) == 520, "EpCommon");
 
 // Arguments of a dispatch. Strides count bytes; an address of 0 means that there is no such array. The caller of a
 // buffer sets everything up to `host_word`, the buffer what follows.
@@ -562,7 +565,7 @@ struct EpDispatchArgs {
     u32 reserved;
 };
 
-static_assert(sizeof(EpDispatchArgs) == 720, "EpDispatchArgs");
+static_assert(sizeof(EpDispatchArgs) == 728, "EpDispatchArgs");
 
 // Arguments of a combine. Strides count bytes; an address of 0 means that there is no such array. The caller of a
 // buffer sets everything up to `out_weights`, and `wire`, the buffer the rest.
@@ -600,4 +603,4 @@ struct EpCombineArgs {
     u32 reserved;
 };
 
-static_assert(sizeof(EpCombineArgs) == 616, "EpCombineArgs");
+static_assert(sizeof(EpCombineArgs) == 624, "EpCombineArgs");

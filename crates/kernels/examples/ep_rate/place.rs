@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crossrail_cuda::nvrtc::Compiler;
 use crossrail_cuda::{Context, Device, DeviceMemory, PinnedMemory, Stream, wait_for_releases};
-use crossrail_kernels::ep::{EP_FAULTS, EpCommon, EpFault, EpKernels, EpRing, Layout, Shape, stage_name};
+use crossrail_kernels::ep::{EpCommon, EpFault, EpKernels, EpRing, Layout, Shape, faults_of, stage_name};
 
 use crate::Outcome;
 
@@ -68,7 +68,7 @@ impl Place {
         let new = |bytes: usize| DeviceMemory::new(context, bytes.max(16));
         let handle = shape.handle_bytes(of.0) as usize;
         let heap = shape.heap_bytes() as usize;
-        let faults = PinnedMemory::new(context, size_of::<EpFault>() * EP_FAULTS as usize)?;
+        let faults = PinnedMemory::new(context, size_of::<EpFault>() * faults_of(shape) as usize)?;
         // SAFETY: new memory of that size.
         unsafe { faults.as_ptr().write_bytes(0, faults.len()) };
         Ok(Place {
@@ -153,7 +153,7 @@ impl Place {
     fn faults(&self) -> Vec<EpFault> {
         // SAFETY: pinned memory of that size; kernels write whole numbers, the first of them last.
         let one = |at: usize| unsafe { self.faults.as_ptr().cast::<EpFault>().add(at).read_volatile() };
-        (0..EP_FAULTS as usize).map(one).filter(|fault| fault.number != 0).collect()
+        (0..self.faults.len() / size_of::<EpFault>()).map(one).filter(|fault| fault.number != 0).collect()
     }
     /// New memory on this GPU with these bytes.
     pub(crate) fn there(&self, bytes: &[u8]) -> Outcome<DeviceMemory> {

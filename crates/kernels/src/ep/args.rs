@@ -68,7 +68,7 @@ constants! {
     EP_STAGE_ROOM: u32 = 10;
     /// Most blocks of a launch in the rank layout.
     EP_RANK_BLOCKS: u32 = 256;
-    /// Entries of the ring of faults.
+    /// Entries of the ring of faults; with more than 64 ranks 16 times as many, since all of them can be lost at once.
     EP_FAULTS: u32 = 64;
     /// Flag of a table or of a handle's source: weights were sent with the dispatch.
     EP_WEIGHTED: u32 = 1;
@@ -230,6 +230,8 @@ layouts! {
         back_flags: u64,
         /// From one slot's flags to the next's.
         back_flags_slot: u64,
+        /// From a flag of `row_flags` and `back_flags` to the next: 8, or a line where they may be in the host's memory.
+        flag_stride: u64,
         /// Within an inbox, expert layout: u64[EP_DEPTH][M][K], weights of a combine: epoch << 32 | bits of an f32. Slots:
         /// those that are returned.
         back_weights: u64,
@@ -313,7 +315,7 @@ layouts! {
     }
     /// An entry of the ring of faults, in pinned host memory.
     EpFault {
-        /// Sequence number of the fault, from 1, stored last with release order. Its entry is (number - 1) % EP_FAULTS.
+        /// Sequence number of the fault, from 1, stored last with release order. Its entry is (number - 1) % entries.
         number: u64,
         /// Epoch of the dispatch or combine.
         epoch: u64,
@@ -327,7 +329,8 @@ layouts! {
     /// A ring of commands to the proxy, in device memory; the commands are in pinned memory. There is a power of two of
     /// rings, one after the other, each read by a thread; blocks share them out.
     EpRing {
-        /// Bits of the ranks to which the proxy sends; the same in all rings.
+        /// Bits of the ranks to which the proxy sends, of more than 64 ranks the address of their words, or 0; the same in
+        /// all rings.
         far: u64,
         /// Number of the last ring; the same in all rings.
         last: u64,

@@ -46,6 +46,8 @@ pub enum Announce {
         at: u64,
         /// Their number.
         count: u64,
+        /// From one to the next in bytes.
+        apart: u64,
         /// The number.
         value: u64,
     },
@@ -236,12 +238,13 @@ impl Inbox {
                 within / rows * self.pieces + (within % rows / pieces).min(self.pieces - 1)
             };
             let (slot, begin, end) = (first / slots, number(first), number(last));
-            if slot != last / slots || end >= flags_apart / 8 {
+            if slot != last / slots || end >= flags_apart / heap.flag_stride {
                 return Err(Invalid(*command));
             }
             Ok(Announce::Flags {
-                at: flags + slot * flags_apart + begin * 8,
+                at: flags + slot * flags_apart + begin * heap.flag_stride,
                 count: end + 1 - begin,
+                apart: heap.flag_stride,
                 value: epoch | lacking,
             })
         };
@@ -258,7 +261,7 @@ impl Inbox {
                     heap.row_flags,
                     [slot, heap.row_stride, apart],
                     heap.row_flags,
-                    self.tokens * self.pieces * 8,
+                    self.tokens * self.pieces * heap.flag_stride,
                 )
             }
             EP_COMMAND_BACK | EP_COMMAND_BACK_LESS => {
@@ -274,7 +277,7 @@ impl Inbox {
                     return Err(Invalid(*command));
                 }
                 let value = u64::from(tag(epoch)) << 32 | value;
-                Ok(Announce::Flags { at: heap.words + 8 * word, count: 1, value })
+                Ok(Announce::Flags { at: heap.words + 8 * word, count: 1, apart: 8, value })
             }
             EP_COMMAND_TAKEN => {
                 let word = command.number;
@@ -385,11 +388,15 @@ mod tests {
                 let at = heap.rows + row * heap.row_stride + piece * apart;
                 let flag = heap.row_flags + (row * 7 + piece) * 8;
                 let announced = inbox.announce(&range(kind, at, apart), 5).unwrap();
-                assert_eq!(announced, Announce::Flags { at: flag, count: 1, value: 5 }, "{payload:?} {row} {piece}");
+                assert_eq!(
+                    announced,
+                    Announce::Flags { at: flag, count: 1, apart: 8, value: 5 },
+                    "{payload:?} {row} {piece}"
+                );
             }
             let whole = range(kind, heap.rows + 3 * heap.row_stride, 7 * apart);
             let announced = inbox.announce(&whole, 5).unwrap();
-            assert_eq!(announced, Announce::Flags { at: heap.row_flags + 21 * 8, count: 7, value: 5 });
+            assert_eq!(announced, Announce::Flags { at: heap.row_flags + 21 * 8, count: 7, apart: 8, value: 5 });
         }
         let (inbox, heap) = (Inbox::of(&SHAPE), SHAPE.heap());
         for (slot, token, piece, len) in [(0, 0, 0, 2048), (1, 99, 6, 1296), (1, 5, 0, 14336)] {
@@ -397,19 +404,22 @@ mod tests {
             let flag = heap.back_flags + slot * heap.back_flags_slot + (token * 7 + piece) * 8;
             let count = u64::div_ceil(len, 2048);
             let announced = inbox.announce(&range(EP_COMMAND_BACK, at, len), 6).unwrap();
-            assert_eq!(announced, Announce::Flags { at: flag, count, value: 6 });
+            assert_eq!(announced, Announce::Flags { at: flag, count, apart: 8, value: 6 });
             // The same, of a node that lacks ranks.
             let less = range(EP_COMMAND_BACK_LESS, at, len);
             assert_eq!((less.sequence(), less.is_rows(), less.len()), (Sequence::Combine, true, len));
             let announced = inbox.announce(&less, 6).unwrap();
-            assert_eq!(announced, Announce::Flags { at: flag, count, value: 6 | 1 << 63 });
+            assert_eq!(announced, Announce::Flags { at: flag, count, apart: 8, value: 6 | 1 << 63 });
         }
     }
 
     /// Whatever another rank sends, what is announced lies in the inbox, and nothing panics.
     #[test]
     fn what_is_announced_lies_in_the_inbox() {
-        let shapes = [SHAPE, Shape { hidden: 8, topk: 1, prereduce: false, max_tokens: 3, ..SHAPE }];
+        let few = Shape { hidden: 8, topk: 1, prereduce: false, max_tokens: 3, ..SHAPE };
+        let spread = Shape { tuning: Tuning { slots: true, ..SHAPE.tuning }, ..SHAPE };
+        assert_eq!([few, spread].map(|shape| shape.heap().flag_stride), [8, EP_LINE]);
+        let shapes = [SHAPE, few, spread];
         let mut random = 1u64;
         for shape in shapes {
             let inbox = Inbox::of(&shape);
@@ -422,16 +432,17 @@ mod tests {
                 let (kind, at, len) = (next() % 16, next() % (inbox.area_bytes() * 2) / 8, next() % 4096);
                 let number = if next() % 2 == 0 { at << LENGTH_BITS | len } else { next() & NUMBER };
                 let command = Command::of_note([kind << 44 | next() & 0xfff_ffff_ffff, number]);
-                let (at, count) = match inbox.announce(&command, next()) {
-                    Ok(Announce::Flags { at, count, .. } | Announce::Tags { at, count, .. }) => (at, count),
-                    Ok(Announce::Taken { at, .. }) => (at, 1),
+                let (at, bytes) = match inbox.announce(&command, next()) {
+                    Ok(Announce::Flags { at, count, apart, .. }) => (at, apart * (count - 1) + 8),
+                    Ok(Announce::Tags { at, count, .. }) => (at, 8 * count),
+                    Ok(Announce::Taken { at, .. }) => (at, 8),
                     Err(wrong) => {
                         assert!(wrong.to_string().contains("does not fit this buffer"));
                         continue;
                     }
                 };
                 seen += 1;
-                assert!(at.is_multiple_of(8) && at + 8 * count <= inbox.area_bytes(), "{command:?}: {count} at {at}");
+                assert!(at.is_multiple_of(8) && at + bytes <= inbox.area_bytes(), "{command:?}: {bytes} at {at}");
             }
             assert!(seen > 1000, "{seen}");
         }

@@ -7,7 +7,7 @@
 
 use std::mem::offset_of;
 
-use super::{EP_DEPTH, EP_LINE, EP_WORD_COMBINE_TAKEN, EP_WORD_DISPATCH_TAKEN, EpHeap, EpState, Shape};
+use super::{EP_DEPTH, EP_LINE, EP_WORD_COMBINE_TAKEN, EP_WORD_DISPATCH_TAKEN, EpHeap, EpState, Shape, nodes_of};
 
 /// A range of a heap, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -92,7 +92,7 @@ impl Shape {
     /// row flags and weights. Zeroed when it connects.
     pub fn stale_ranges(&self, number: u32) -> Vec<Span> {
         let heap = self.heap();
-        let flags = u64::from(self.max_tokens) * u64::from(self.pieces()) * 8;
+        let flags = u64::from(self.max_tokens) * u64::from(self.pieces()) * heap.flag_stride;
         let mut spans = vec![heap.line(number)];
         for parity in 0..u64::from(EP_DEPTH) {
             let part = |at: u64, len: u64| Span { at: heap.inbox(number) + at + parity * len, len };
@@ -104,12 +104,9 @@ impl Shape {
             spans.push(part(heap.back_flags, heap.back_flags_slot));
         }
         if let Some(writer) = number.checked_rem(self.tuning.node) {
-            // Flags of the sums that it leaves for others, if it is of this node.
-            let columns = u64::from(super::nodes_of(self).column());
-            let area = heap.inboxes + u64::from(self.ranks) * heap.inbox_stride;
-            let rows = u64::from(self.tuning.node) * u64::from(EP_DEPTH) * columns * heap.back_slot;
-            let len = u64::from(EP_DEPTH) * columns * heap.back_flags_slot;
-            spans.push(Span { at: area + rows + u64::from(writer) * len, len });
+            // Of the sums that it leaves for others, if it is of this node.
+            let stale = nodes_of(self).stale(&heap, writer, self.slotted());
+            spans.extend(stale.into_iter().map(|[at, len]| Span { at, len }));
         }
         spans
     }

@@ -7,7 +7,7 @@ use crossrail_cuda::nvrtc::Compiler;
 use crossrail_cuda::{Context, Function, Grid, Module, Stream};
 use crossrail_types::{Error, ErrorKind, Result};
 
-use super::{EP_LAYOUT_THREADS, EpLayoutArgs, MOST_RANKS};
+use super::{EP_LAYOUT_THREADS, EpLayoutArgs, MOST_GRANTED_RANKS};
 use crate::{mangled, sources};
 
 /// Qualified name of the kernel.
@@ -33,7 +33,7 @@ impl LayoutKernel {
 
     /// Whether there are counters for so many experts and ranks.
     pub fn takes(experts: u32, ranks: u32) -> bool {
-        (1..=MOST_RANKS).contains(&ranks)
+        (1..=MOST_GRANTED_RANKS).contains(&ranks)
             && experts > 0
             && experts.is_multiple_of(ranks)
             && u64::from(experts) + u64::from(ranks) <= MOST_COUNTERS

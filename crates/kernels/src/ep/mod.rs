@@ -35,10 +35,10 @@ pub use launch::{
     RANK_DISPATCH,
 };
 pub use layout_kernel::{LAYOUT, LayoutKernel};
-pub use links::{LinkRows, Rows};
+pub use links::{LinkRows, RankRows, Rows, Way};
 pub use nodes::Nodes;
 pub use report::stage_name;
 pub use shape::{
-    Layout, MOST_HIDDEN, MOST_LOCAL_EXPERTS, MOST_RANKS, MOST_TOKENS, MOST_TOPK, Payload, Scale, Shape, Tuning,
-    nodes_of,
+    Layout, MOST_GRANTED_RANKS, MOST_HIDDEN, MOST_LOCAL_EXPERTS, MOST_RANKS, MOST_TOKENS, MOST_TOPK, Payload, Scale,
+    Shape, Tuning, faults_of, nodes_of,
 };

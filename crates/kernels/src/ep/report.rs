@@ -85,13 +85,20 @@ impl Shape {
                     let _ = write!(text, "; {what}{parity}: {count} of {} at {newest}", flags.len());
                 };
                 if self.has_slots() {
-                    flags("rows", numbers(inbox + heap.row_flags + slot * most * 8, most));
+                    let at = inbox + heap.row_flags + slot * most * heap.flag_stride;
+                    flags("rows", every(heap.flag_stride, numbers(at, most * heap.flag_stride / 8)));
                 }
-                flags("back", numbers(inbox + heap.back_flags + slot * heap.back_flags_slot, heap.back_flags_slot / 8));
+                let at = inbox + heap.back_flags + slot * heap.back_flags_slot;
+                flags("back", every(heap.flag_stride, numbers(at, heap.back_flags_slot / 8)));
             }
         }
         text
     }
+}
+
+/// Of words, those that lie `stride` bytes apart.
+fn every(stride: u64, words: Vec<u64>) -> Vec<u64> {
+    words.into_iter().step_by(stride as usize / 8).collect()
 }
 
 #[cfg(test)]

@@ -3,14 +3,16 @@
 use crossrail_types::{Error, ErrorKind, Result};
 
 use super::{
-    EP_DEPTH, EP_LINE, EP_RANK_BLOCKS, EP_SENT_BITS, EpAnnounceHeader, EpHandle, EpHandleHeader, EpHeap, EpScan,
-    EpState, Nodes,
+    EP_DEPTH, EP_FAULTS, EP_LINE, EP_RANK_BLOCKS, EP_SENT_BITS, EpAnnounceHeader, EpHandle, EpHandleHeader, EpHeap,
+    EpScan, EpState, Nodes,
 };
 
 /// Elements that share one scale in fp8 rows.
 const BLOCK: u32 = 128;
-/// The most ranks: two of them belong to each lane of a warp.
-pub const MOST_RANKS: u32 = 64;
+/// Maximum number of ranks, of which each lane of a warp has one in 32.
+pub const MOST_RANKS: u32 = 1024;
+/// Maximum number of ranks whose rows are granted places in the rank layout.
+pub const MOST_GRANTED_RANKS: u32 = 64;
 /// The most experts of one rank.
 pub const MOST_LOCAL_EXPERTS: u32 = 1024;
 /// The most elements of a row.
@@ -25,8 +27,10 @@ const _: () =
 /// Elements that a warp takes at a time.
 const PIECE: u32 = 1024;
 /// Bytes of shared memory that the counts of a dispatch may take: what the most experts need, with 2 bytes for each.
-const PLAN_SHARED: u32 = 2 * MOST_RANKS * MOST_LOCAL_EXPERTS;
+const PLAN_SHARED: u32 = 128 << 10;
 
+/// Maximum number of pieces of a slot whose flags have a line each.
+const MOST_SPREAD: u64 = 2048;
 /// Bytes of shared memory that a block can have.
 const MOST_SHARED: u32 = 227 << 10;
 /// Bytes of shared memory that two stages of all warps may take: every GPU has that much.
@@ -97,7 +101,7 @@ pub struct Tuning {
     /// rows of the rank layout are granted places.
     pub inboxes: u32,
     /// Ranks of a node, which are adjacent, if rows go once to each node; 0: once to each rank. The same on every rank. Expert
-    /// layout with prereduction.
+    /// layout with prereduction, rank layout with slots, or both.
     pub node: u32,
     /// Launch kernels before the one before them in the stream has ended; they wait for it themselves. From architecture
     /// 9.0 on.
@@ -186,6 +190,19 @@ impl Shape {
         if !(self.expert_layout || self.rank_layout) {
             return wrong("layouts is empty: name \"expert\", \"rank\" or both".into());
         }
+        let granted = self.rank_layout && !self.slotted();
+        if granted && self.ranks > MOST_GRANTED_RANKS {
+            let text = format!("ranks {} is more than the {MOST_GRANTED_RANKS} of a node", self.ranks);
+            return wrong(format!("{text} that the rank layout takes; between nodes it takes more"));
+        }
+        // Kernels number the pieces of all rows.
+        let pieces = u64::from(self.ranks) * u64::from(self.max_tokens) * self.back_rows() * u64::from(self.pieces());
+        if pieces > u64::from(u32::MAX) {
+            return wrong(format!("max_tokens_per_rank {} is too many for {} ranks", self.max_tokens, self.ranks));
+        }
+        if self.expert_layout && (2 * self.experts > PLAN_SHARED || self.expert_shared()[0] > MOST_SHARED) {
+            return wrong(format!("{} experts on {} ranks are more than kernels count", self.experts, self.ranks));
+        }
         if self.slotted() && self.slot_shared()[0] > MOST_SHARED {
             let (ranks, tokens) = (self.ranks, self.max_tokens);
             return wrong(format!("max_tokens_per_rank {tokens} is too many for {ranks} ranks between nodes"));
@@ -193,13 +210,11 @@ impl Shape {
         if self.rank_layout && !(1..=64).contains(&self.regions) {
             return wrong(format!("regions {} is not from 1 to 64", self.regions));
         }
-        let granted = self.rank_layout && !self.slotted();
         let inboxes = self.tuning().inboxes;
         if inboxes > self.ranks || (granted && inboxes < self.ranks) {
             return wrong(format!("{inboxes} inboxes are not those of {} ranks", self.ranks));
         }
-        let alone = self.expert_layout && !self.rank_layout && self.prereduce;
-        nodes_of(self).check(alone, self.tuning().inboxes)?;
+        nodes_of(self).check(self.prereduce || !self.expert_layout, self.tuning().inboxes)?;
         self.check_tuning()
     }
 
@@ -259,7 +274,8 @@ impl Shape {
     /// there. That takes one trip less than places that are granted, which pay where there are many rows.
     pub fn slotted(&self) -> bool {
         let few = self.max_tokens <= SLOTTED_TOKENS && self.ranks * self.max_tokens <= SLOTTED_ROWS;
-        self.rank_layout && (self.tuning.slots || (few && !self.tuning.granted))
+        let between_nodes = self.tuning.slots || self.tuning.node > 0;
+        self.rank_layout && (between_nodes || (few && !self.tuning.granted))
     }
 
     /// Whether there are slots for dispatched rows.
@@ -328,7 +344,8 @@ impl Shape {
     fn start_shared(&self) -> u32 {
         let warps = self.tuning().threads / 32;
         let via = if self.tuning.node > 0 { 8 * self.ranks } else { 0 };
-        (80 + 24 * self.ranks + via + 4 * warps + 8 * warps * self.topk).next_multiple_of(128)
+        let sets = 5 * 8 * (self.ranks.div_ceil(64) - 1);
+        (88 + sets + 24 * self.ranks + via + 4 * warps + 8 * warps * self.topk).next_multiple_of(128)
     }
 
     /// Bytes of one stage of all warps that send in a dispatch.
@@ -413,22 +430,26 @@ impl Shape {
         lay.end("routing", inboxes);
         heap.piece_stride = self.piece_stride();
         heap.row_stride = if pieces == 1 { self.whole_row() } else { pieces * heap.piece_stride };
+        // Where flags may be in the host's memory, each of few has a line: loads of one line of that memory are serialized.
+        let spread = self.tuning.slots && self.tuning.node == 0 && most * pieces <= MOST_SPREAD;
+        let stride = if spread { EP_LINE } else { 8 };
+        heap.flag_stride = stride;
         heap.rows = lay.take(only(slots, depth * most * heap.row_stride));
-        heap.row_flags = lay.take(only(slots, depth * most * pieces * 8));
+        heap.row_flags = lay.take(only(slots, depth * most * pieces * stride));
         lay.end("dispatched rows", inboxes);
         heap.back_stride = wide;
         heap.back_slot = line(most * self.back_rows() * wide);
         heap.back = lay.take(depth * heap.back_slot);
-        heap.back_flags_slot = line(most * self.back_rows() * pieces * 8);
+        heap.back_flags_slot = line(most * self.back_rows() * pieces * stride);
         // Of a token that selects experts more than once, a combine looks at as many flags as there are selections.
-        let beyond = only(self.expert_layout && !self.prereduce, (topk - self.back_rows()) * pieces * 8);
+        let beyond = only(self.expert_layout && !self.prereduce, (topk - self.back_rows()) * pieces * stride);
         heap.back_flags = lay.take(depth * heap.back_flags_slot + beyond);
         heap.back_topk = lay.take(only(granted, depth * most * topk * 4));
         lay.end("returned rows", inboxes);
         heap.inbox_stride = lay.end_inboxes(heap.inboxes, inboxes);
         heap.guess_stride = only(inboxes == ranks, heap.inbox_stride);
         if self.tuning.node > 0 {
-            lay.take(nodes_of(self).area(&heap));
+            lay.take(nodes_of(self).area(&heap, self.slotted()));
             lay.end("sums for other nodes", 1);
         }
         let rows = ranks * most;
@@ -542,6 +563,11 @@ impl Shape {
         let dispatch = self.start_shared() + plan.max(self.stages() * self.stages_shared());
         [dispatch, self.expert_shared()[1]]
     }
+}
+
+/// Entries of the ring of faults.
+pub fn faults_of(shape: &Shape) -> u32 {
+    if shape.ranks > 64 { 16 * EP_FAULTS } else { EP_FAULTS }
 }
 
 /// Nodes of the ranks that kernels of a shape are compiled for.
@@ -660,7 +686,13 @@ mod tests {
             let error = shape.check().unwrap_err();
             assert!(error.kind == ErrorKind::Usage && error.detail.contains(text), "{error}");
         };
-        refused(Shape { ranks: 65, experts: 65, ..DECODE }, "ranks 65 is not from 1 to 64");
+        refused(Shape { ranks: 1025, experts: 1025, ..DECODE }, "ranks 1025 is not from 1 to 1024");
+        let granted = Tuning { granted: true, ..Tuning::USUAL };
+        let rank = Shape { ranks: 65, experts: 65, expert_layout: false, rank_layout: true, regions: 2, ..DECODE };
+        refused(Shape { tuning: granted, ..rank }, "ranks 65 is more than the 64 of a node");
+        Shape { tuning: Tuning { slots: true, ..Tuning::USUAL }, ..rank }.check().unwrap();
+        let most = Shape { ranks: 1024, experts: 8192, max_tokens: 65535, hidden: 16384, prereduce: false, ..DECODE };
+        refused(most, "max_tokens_per_rank 65535 is too many for 1024 ranks");
         refused(Shape { hidden: 16512, ..DECODE }, "hidden 16512 is not from 1 to 16384");
         refused(Shape { hidden: 7176, ..DECODE }, "hidden 7176 is not a multiple of 128");
         refused(Shape { topk: 33, ..DECODE }, "topk 33 is not from 1 to 32");
