@@ -304,6 +304,17 @@ static void lists(void) {
     CHECK(strstr(text, "\"rows\":10000"));
     xrail_free(text);
     FAILS(XRAIL_ERROR_USAGE, xrail_prepare(to_b, 7, from, to, NULL, &move) == XRAIL_OK ? 0 : XRAIL_ERROR_USAGE);
+    xrail_move_free(move);
+    xrail_layout_free(from);
+    xrail_layout_free(to);
+    for (size_t row = 1; row < ROWS; row++) mine[row] = theirs[row] = (xrail_row){row, 0, 0, 0}; /* no bytes, anywhere */
+    memset(here, 0, sizeof here);
+    OK(xrail_layout_own(a, mine, ROWS, &local, 1, &from));
+    OK(xrail_layout_peer(to_b, theirs, ROWS, description, &to));
+    OK(xrail_prepare(to_b, XRAIL_READ, from, to, NULL, &move));
+    OK(xrail_start(move, NULL, &request));
+    OK(xrail_finish(&request, XRAIL_DEFAULT, NULL));
+    CHECK(here[0] == there[0] && here[ROW - 1] == there[ROW - 1] && here[ROW] == 0);
     mine[0].address = 1;
     FAILS(XRAIL_ERROR_REGION, xrail_layout_own(a, mine, ROWS, &local, 1, &from));
     xrail_move_free(move);

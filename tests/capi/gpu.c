@@ -1,18 +1,8 @@
 /* Memory of a GPU in every kind of operation, between two workers of one process, without any header of CUDA: `gpu`.
  * Exit code 3: there is no CUDA here. */
-#include <crossrail.h>
+#include "check.h"
 #include <pthread.h>
-#include <stdio.h>
-#include <stdlib.h>
 
-#define CHECK(holds)                                                                                         \
-    do {                                                                                                     \
-        if (!(holds)) {                                                                                      \
-            fprintf(stderr, "%s:%d: %s; last: %s\n", __FILE__, __LINE__, #holds, xrail_last_error()->text); \
-            exit(1);                                                                                         \
-        }                                                                                                    \
-    } while (0)
-#define OK(call) CHECK((call) == XRAIL_OK)
 
 enum { SIZE = 4 << 20, ROW = 4096, ROWS = SIZE / ROW };
 static xrail_worker *a, *b;

@@ -5,16 +5,9 @@
  * xrail_worker_close of `a`, and in a forked child. */
 #define _GNU_SOURCE
 #include "pair.h"
+#include "judge.h"
 #include <sys/wait.h>
 #include <unistd.h>
-
-enum {
-    USAGE = XRAIL_ERROR_USAGE, CLOSED = XRAIL_ERROR_CLOSED, BUSY = XRAIL_ERROR_BUSY, REGION = XRAIL_ERROR_REGION,
-    GOOD = XRAIL_OK, PENDING = XRAIL_PENDING,
-    NONE = 1000, /* has no place for a result */
-    GPU = 1001,  /* depends on whether there is one */
-    UNKNOWN = 1002 /* USAGE: not an address of this process */
-};
 
 /* Handles that the calls use: of `a`, and of its peer's memory. */
 static unsigned char memory[4096], there[4096];
@@ -98,10 +91,6 @@ static int without_places;
     X(USAGE, GOOD, USAGE, xrail_request_report, over, XRAIL_TEXT, TO(text))                                             \
     X(NONE, GOOD, GOOD, xrail_request_free, over)
 
-static void quiet(void *user, int level, const char *line) {
-    (void)user, (void)level, (void)line;
-}
-
 /* Frees what the last call has made, so that the next begins with nothing. */
 static void clear(void) {
     if (got.request) {
@@ -154,20 +143,6 @@ static void free_all(void) {
     xrail_free(packed);
 }
 
-static int wrong;
-static void judge(const char *name, xrail_result is, xrail_result shall, const char *reason, const char *word) {
-    const xrail_error *error = xrail_last_error();
-    if (shall == GPU) return; /* as where there is one, or none */
-    if (shall == UNKNOWN) shall = USAGE, reason = NULL;
-    const int fails = is < 0 && is == shall;
-    if (is != shall || (fails && reason && is == USAGE && strcmp(error->reason, reason) != 0) ||
-        (fails && word && strstr(error->text, word) == NULL) || (fails && error->result != is)) {
-        fprintf(stderr, "%s: %s, not %s; last: %s [%s]\n", name, xrail_result_name(is), xrail_result_name(shall),
-                error->text, error->reason);
-        wrong++;
-    }
-}
-
 static void functions_without_a_result(void) {
     size_t size;
     xrail_worker_drain(a);
@@ -178,33 +153,11 @@ static void functions_without_a_result(void) {
     CHECK(xrail_description_address(description, NULL) == NULL);
 }
 
-static void places(void) {
-    make_all();
-    without_places = 1;
-#define ONE(places, closed, forked, name, ...) \
-    if (places != NONE) judge(#name, name(__VA_ARGS__), places, NULL, "NULL");
-    CALLS(ONE)
-#undef ONE
-    without_places = 0;
-    functions_without_a_result();
-    free_all();
-    CHECK(wrong == 0);
-}
-
-static void closed(void) {
-    make_all();
+static void close_all(void) {
     OK(xrail_deregister(spare));
     OK(xrail_worker_close(a));
-    functions_without_a_result();
-#define ONE(places, closed, forked, name, ...)           \
-    judge(#name, name(__VA_ARGS__), closed, NULL, NULL); \
-    clear();
-    CALLS(ONE)
-#undef ONE
-    over = NULL; /* the last of them has freed it */
-    free_all();
-    CHECK(wrong == 0);
 }
+#include "every_call.h"
 
 static void forked(void) {
     int status;
@@ -236,39 +189,6 @@ static void forked(void) {
     CHECK(strcmp(inbox, "message") == 0);
     free_all();
 }
-
-/* Each struct with sizes that it cannot have, with a tail that is not zero, and with flags that have no meaning. */
-#define SIZES(type, call)                                                                  \
-    do {                                                                                   \
-        static const uint32_t sizes[] = {0, 1, 4, 7, 4097, UINT32_MAX};                    \
-        struct { type known; unsigned char later[64]; } newer;                             \
-        type *options = &newer.known;                                                      \
-        for (size_t at = 0; at < sizeof sizes / sizeof *sizes; at++) {                     \
-            memset(&newer, 0, sizeof newer);                                               \
-            options->struct_size = sizes[at];                                              \
-            judge(#type, call, USAGE, NULL, "struct_size");                                \
-        }                                                                                  \
-        memset(&newer, 0, sizeof newer);                                                   \
-        options->struct_size = sizeof newer;                                               \
-        newer.later[63] = 1;                                                               \
-        judge(#type, call, USAGE, NULL, "does not know");                                  \
-        newer.later[63] = 0;                                                               \
-        judge(#type, call, XRAIL_OK, NULL, NULL);                                          \
-        clear();                                                                           \
-        options->struct_size = 8; /* the first version of a struct has this much */        \
-        judge(#type, call, XRAIL_OK, NULL, NULL);                                          \
-        clear();                                                                           \
-    } while (0)
-#define FLAGS(type, known, call)                                                           \
-    do {                                                                                   \
-        type all, *options = &all;                                                         \
-        XRAIL_INIT(all);                                                                   \
-        for (uint32_t flag = 1; flag != 0; flag <<= 1) {                                   \
-            if (flag & (known)) continue;                                                  \
-            all.flags = flag;                                                              \
-            judge(#type, call, USAGE, NULL, "flag");                                       \
-        }                                                                                  \
-    } while (0)
 
 static void sizes(void) {
     xrail_receipt receipt;

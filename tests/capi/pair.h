@@ -1,20 +1,8 @@
-/* Two connected workers of one process, and macros for checks of them. */
+/* Two connected workers of one process. */
 #ifndef PAIR_H
 #define PAIR_H
-#include <crossrail.h>
+#include "check.h"
 #include <pthread.h>
-#include <stdio.h>
-#include <stdlib.h>
-
-#define CHECK(holds)                                                                                         \
-    do {                                                                                                     \
-        if (!(holds)) {                                                                                      \
-            fprintf(stderr, "%s:%d: %s; last: %s\n", __FILE__, __LINE__, #holds, xrail_last_error()->text); \
-            exit(1);                                                                                         \
-        }                                                                                                    \
-    } while (0)
-#define OK(call) CHECK((call) == XRAIL_OK)
-#define FAILS(result, call) CHECK((call) == (result))
 
 enum { SECOND = 1000000 };
 static xrail_context *context;

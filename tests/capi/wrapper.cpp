@@ -1,35 +1,10 @@
 // Everything in crossrail.hpp, between two workers of one process.
-#include <crossrail.hpp>
+#include "check.hpp"
 
-#include <cstdio>
-#include <cstdlib>
 #include <future>
-#include <type_traits>
-
-#define CHECK(holds)                                                       \
-    do {                                                                   \
-        if (!(holds)) {                                                    \
-            std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #holds); \
-            std::exit(1);                                                  \
-        }                                                                  \
-    } while (0)
 
 namespace {
 
-template <class Call> crossrail::error failure_of(Call call) {
-    try {
-        call();
-    } catch (const crossrail::error &error) {
-        return error;
-    }
-    std::fprintf(stderr, "no failure\n");
-    std::exit(1);
-}
-
-template <class T> constexpr bool is_handle() {
-    return std::is_nothrow_move_constructible_v<T> && std::is_nothrow_move_assignable_v<T> &&
-           !std::is_copy_constructible_v<T> && !std::is_copy_assignable_v<T>;
-}
 static_assert(is_handle<crossrail::context>() && is_handle<crossrail::worker>() && is_handle<crossrail::endpoint>());
 static_assert(is_handle<crossrail::region>() && is_handle<crossrail::request>() && is_handle<crossrail::layout>());
 static_assert(is_handle<crossrail::prepared>() && is_handle<crossrail::description>());

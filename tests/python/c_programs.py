@@ -1,4 +1,4 @@
-"""The C library as tests use it: installed once per run, the header read, programs compiled against it."""
+"""The C library as tests use it: installed once per run, the headers read, programs compiled against it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SOURCES, EXAMPLES = ROOT / "tests" / "capi", ROOT / "examples" / "c"
-HEADER = ROOT / "crates" / "capi" / "include" / "crossrail.h"
+HEADERS = [ROOT / "crates" / "capi" / "include" / name for name in ("crossrail.h", "crossrail_experts.h")]
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
 STRICT = ["-Wall", "-Wextra", "-Werror", "-pedantic"]
 C_COMPILERS = [name for name in ("gcc", "clang") if shutil.which(name)]
@@ -50,19 +50,20 @@ def build(source: Path, to: Path, compiler: str = "gcc", *options: str) -> Path:
 def checks() -> list[tuple[str, str]]:
     """Programs in tests/capi and their parts: `checks.c messages`."""
     found = []
-    for program in ("checks.c", "misuse.c"):
+    for program in ("checks.c", "misuse.c", "experts.c", "experts_misuse.c"):
         parts = re.findall(r'\{"(\w+)", \1\}', (SOURCES / program).read_text())
         found += [(program, part) for part in parts]
     return found
 
 
 def declarations() -> str:
-    """The header without its comments."""
-    return re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.DOTALL)
+    """The headers without their comments."""
+    text = "".join(header.read_text() for header in HEADERS)
+    return re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
 
 
 def functions() -> dict[str, tuple[str, list[str]]]:
-    """Each function's result and the types of its arguments, as the header declares them."""
+    """Each function's result and the types of its arguments, as the headers declare them."""
     found = {}
     for result, name, arguments in re.findall(
         r"^([a-zA-Z][\w ]*?[ *]+)(xrail_\w+)\(([^)]*)\);", declarations(), re.MULTILINE
@@ -91,4 +92,4 @@ def structs() -> dict[str, list[str]]:
 
 def flags() -> list[str]:
     """Names of macros and constants that the ABI fixes."""
-    return re.findall(r"\b(XRAIL_[A-Z_]+) = -?\d+", declarations())
+    return re.findall(r"\b(XRAIL_[A-Z0-9_]+) = -?\d+", declarations())

@@ -1,4 +1,4 @@
-"""The C library: what it exports, that its header is true, and what each function promises."""
+"""The C library: what it exports, that its headers are true, and what each function promises."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from c_programs import (
     C_COMPILERS,
     CXX_COMPILERS,
     EXAMPLES,
-    HEADER,
+    HEADERS,
     ROOT,
     SOURCES,
     TARGET,
@@ -60,13 +60,14 @@ def test_ci_has_both_compilers() -> None:
 
 @pytest.mark.parametrize("compiler", [*C_COMPILERS, *CXX_COMPILERS])
 def test_headers_and_programs_compile_without_a_warning(tmp_path: Path, compiler: str) -> None:
-    alone = tmp_path / "alone.c"
-    alone.write_text("#include <crossrail.h>\nint main(void) { return 0; }\n")
-    for source in (alone, EXAMPLES / "two_processes.c", EXAMPLES / "kv_rows.c"):
+    alone = [tmp_path / f"{header.stem}_alone.c" for header in HEADERS]
+    for source, header in zip(alone, HEADERS, strict=True):
+        source.write_text(f"#include <{header.name}>\nint main(void) {{ return 0; }}\n")
+    for source in (*alone, *(EXAMPLES / f"{name}.c" for name in ("two_processes", "kv_rows", "experts"))):
         build(source, tmp_path / source.stem, compiler)
     if compiler.endswith("++"):
-        build(EXAMPLES / "two_processes.cpp", tmp_path / "cpp", compiler)
-        build(SOURCES / "wrapper.cpp", tmp_path / "wrapper", compiler)
+        for source in (EXAMPLES / "two_processes.cpp", SOURCES / "wrapper.cpp", SOURCES / "experts_wrapper.cpp"):
+            build(source, tmp_path / f"{source.stem}_cpp", compiler)
 
 
 @pytest.mark.parametrize("tls", ["shm", "tcp"])
@@ -76,8 +77,8 @@ def test_each_function_keeps_its_promises(programs: Path, program: str, name: st
 
 
 def test_every_function_is_misused() -> None:
-    """The table of misuse.c has a line for each function with a result; the others are called there as well."""
-    text = (SOURCES / "misuse.c").read_text()
+    """The tables have a line for each function with a result; the others are called there as well."""
+    text = "".join((SOURCES / name).read_text() for name in ("misuse.c", "experts_misuse.c"))
     table = re.findall(r"^    X\(\w+, \w+, \w+, (xrail_\w+),", text, re.MULTILINE)
     with_result = {name for name, (result, _) in functions().items() if result in {"XRAIL_CALL", "xrail_result"}}
     assert sorted(table) == sorted(with_result)
@@ -93,14 +94,15 @@ def test_the_wrapper_frees_and_throws(programs: Path, tls: str) -> None:
 
 def as_c(rust: str) -> str:
     """The type in C of an argument in Rust, without names of structs."""
-    known = {"i32": "int", "c_int": "int", "u32": "uint32_t", "u64": "uint64_t", "i64": "int64_t", "usize": "size_t"}
+    known = {"i32": "int", "c_int": "int", "u32": "uint32_t", "u64": "uint64_t", "i64": "int64_t"}
+    known |= {"usize": "size_t", "f32": "float"}
     if match := re.fullmatch(r"\*(mut|const) (.*)", rust):
         return f"{as_c(match[2])} *"
     rust = rust.rpartition("::")[2]
     return {"c_void": "void", "c_char": "char", "Option<LogFn>": "xrail_log_fn"}.get(rust, known.get(rust, rust))
 
 
-def test_the_header_declares_what_the_sources_define() -> None:
+def test_the_headers_declare_what_the_sources_define() -> None:
     sources = "".join(path.read_text() for path in sorted((ROOT / "crates" / "capi" / "src").glob("*.rs")))
     pattern = r'extern "C" fn (xrail_\w+)\(([^)]*)\)(?: -> ([^{]+))? \{'
     defined = {name: (result, arguments) for name, arguments, result in re.findall(pattern, sources)}
@@ -109,7 +111,8 @@ def test_the_header_declares_what_the_sources_define() -> None:
     for name, (result, arguments) in defined.items():
         rust = [as_c(one.split(": ", 1)[1].strip()) for one in re.findall(r"\w+: [^,]+", arguments)]
         c_result, c_arguments = functions()[name]
-        plain = [one.replace("const ", "").replace("const", "").replace("xrail_result", "int") for one in c_arguments]
+        plain = [one.replace("const ", "").replace("const", "") for one in c_arguments]
+        plain = [re.sub(r"\b(xrail_result|int32_t)\b", "int", one) for one in plain]
         plain = [re.sub(r"\s*\*\s*", " *", one).replace(" * *", " **").strip() for one in plain]
         ours = [re.sub(r"( \*)+$", lambda stars: " " + "*" * stars[0].count("*"), one) for one in rust]
 
@@ -136,7 +139,9 @@ def test_symbols_sizes_and_numbers_are_the_committed_ones(tmp_path: Path) -> Non
     prints += [f'printf("{flag} %d\\n", (int){flag});' for flag in flags()]
     source = tmp_path / "layouts.c"
     source.write_text(
-        "#include <crossrail.h>\n#include <stdio.h>\nint main(void) {\n" + "\n".join(prints) + "\nreturn 0;\n}\n"
+        "#include <crossrail_experts.h>\n#include <stdio.h>\nint main(void) {\n"
+        + "\n".join(prints)
+        + "\nreturn 0;\n}\n"
     )
     layouts = run(build(source, tmp_path / "layouts")).splitlines()
     now = "\n".join([*symbols, *layouts]) + "\n"
@@ -155,7 +160,7 @@ def test_no_function_takes_null_for_a_handle(tmp_path: Path) -> None:
         if name in {"xrail_set_log", "xrail_context_create"}:
             continue
         zeros = ", ".join(f"({one})0" for one in arguments)
-        if result == "XRAIL_CALL" and name not in {"xrail_finish", "xrail_dealloc"}:
+        if result == "XRAIL_CALL" and name not in {"xrail_finish", "xrail_exchange_finish", "xrail_dealloc"}:
             calls.append(f'if ({name}({zeros}) != XRAIL_ERROR_USAGE) {{ puts("{name}"); bad = 1; }}')
             calls.append(f'if (strstr(xrail_last_error()->text, "NULL") == NULL) {{ puts("{name}: text"); bad = 1; }}')
         else:
@@ -163,7 +168,7 @@ def test_no_function_takes_null_for_a_handle(tmp_path: Path) -> None:
     source = tmp_path / "nulls.c"
     calls.append("if (xrail_context_create(NULL, NULL) != XRAIL_ERROR_USAGE) bad = 1;")
     source.write_text(
-        "#include <crossrail.h>\n#include <stdio.h>\nint main(void) {\nint bad = 0;\n"
+        "#include <crossrail_experts.h>\n#include <stdio.h>\nint main(void) {\nint bad = 0;\n"
         + "\n".join(calls)
         + "\nreturn bad;\n}\n"
     )
@@ -306,6 +311,7 @@ def test_cmake_and_pkg_config_find_an_installation(tmp_path: Path) -> None:
     assert {line.split()[2] for line in names.splitlines() if len(line.split()) == 3} == set(functions())
 
 
-def test_the_header_has_no_comment_that_is_not_closed() -> None:
-    assert HEADER.read_text().count("/*") == HEADER.read_text().count("*/")
+def test_the_headers_have_no_comment_that_is_not_closed() -> None:
+    for header in HEADERS:
+        assert header.read_text().count("/*") == header.read_text().count("*/")
     assert "xrail_" in declarations()

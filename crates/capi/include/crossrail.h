@@ -228,7 +228,7 @@ XRAIL_CALL xrail_notify(xrail_endpoint *endpoint, const void *data, size_t size,
 /* At most `max` notices, oldest first, in one block for xrail_free. PENDING: none. [N] */
 XRAIL_CALL xrail_take_notices(xrail_worker *worker, size_t max, xrail_notice **out, size_t *count);
 /* ---- lists */
-/* Rows of own regions, by their addresses. [N: REGION] */
+/* Rows of own regions, by their addresses; those of no bytes may be anywhere. [N: REGION] */
 XRAIL_CALL xrail_layout_own(xrail_worker *worker, const xrail_row *rows, size_t count, xrail_region *const *regions,
                             size_t region_count, xrail_layout **out);
 /* Rows of the peer's, by their addresses there. [N: REGION] */

@@ -1,5 +1,5 @@
-//! Structs and numbers as C has them. `include/crossrail.h` declares the same; `abi.txt` has the layouts, and tests of
-//! both languages compare with it.
+//! Structs and numbers as C has them. The headers in `include` declare the same; `abi.txt` has the layouts, with which
+//! tests of both languages compare.
 
 use std::ffi::{c_char, c_void};
 use std::mem::{MaybeUninit, size_of};
@@ -27,6 +27,27 @@ pub(crate) const ON_STREAM: u32 = 16;
 pub(crate) const IMM: u32 = 32;
 pub(crate) const QUEUE: u32 = 64;
 pub(crate) const NOTICE: u32 = 128;
+pub(crate) const GIVEN_RANK: u32 = 256;
+pub(crate) const GIVEN_LOCAL_RANK: u32 = 512;
+pub(crate) const MASK_LOST: u32 = 1024;
+pub(crate) const NO_PREREDUCE: u32 = 2048;
+pub(crate) const NO_SHARING: u32 = 4096;
+pub(crate) const MASKED: u32 = 8192;
+pub(crate) const ONCE_PER_NODE: u32 = 16384;
+pub(crate) const BETWEEN_NODES: u32 = 32768;
+pub(crate) const SEND_ONLY: u32 = 65536;
+pub(crate) const COUNTS: u32 = 131_072;
+pub(crate) const IDS_32: u32 = 262_144;
+
+pub(crate) const BF16: u32 = 0;
+pub(crate) const FP8: u32 = 1;
+pub(crate) const FP8_POWER2: u32 = 2;
+pub(crate) const FP8_UE8M0: u32 = 3;
+pub(crate) const WIRE_BF16: u32 = 0;
+pub(crate) const WIRE_FP8: u32 = 2;
+/// Layouts: a bit of the layouts that a buffer has.
+pub(crate) const BY_EXPERT: u32 = 1;
+pub(crate) const BY_RANK: u32 = 2;
 
 /// Bytes of a key in C; the rest is zero.
 pub(crate) const KEY_LEN: usize = 64;
@@ -93,6 +114,40 @@ structs! {
     }
     Notice / "xrail_notice" { peer: *const c_char, data: *const c_void, size: usize, endpoint: u64, }
     Finished / "xrail_finished" { request: *mut c_void, user: *mut c_void, }
+    GroupOptions / "xrail_group_options" {
+        struct_size: u32, flags: u32, name: *const c_char, store: *const c_char, node: *const c_char, rank: u32,
+        size: u32, local_rank: u32, reserved: u32, lease_us: i64, timeout_us: i64,
+    }
+    Bytes / "xrail_bytes" { data: *const c_void, size: usize, }
+    ExpertsOptions / "xrail_experts_options" {
+        struct_size: u32, flags: u32, name: *const c_char, max_tokens: u64, hidden: u64, experts: u64, topk: u32,
+        ranks: u32, dtype: u32, layouts: u32, timeout_us: i64, device: u32, num_sms: u32, regions: u32,
+        node_ranks: u32,
+    }
+    DispatchOptions / "xrail_dispatch_options" {
+        struct_size: u32, flags: u32, layout: u32, alignment: u32, repeated: *const c_void,
+    }
+    CombineOptions / "xrail_combine_options" {
+        struct_size: u32, flags: u32, topk_weights: *const f32, bias: *const c_void, bias2: *const c_void,
+    }
+    ExchangeReceipt / "xrail_exchange_receipt" {
+        struct_size: u32, missing: u32, logical_bytes: u64, wire_bytes: u64, network_bytes: u64, cast_us: f64,
+        copy_us: f64, sum_us: f64, wait_us: f64, total_us: f64,
+    }
+    Delivered / "xrail_delivered" {
+        struct_size: u32, layout: u32, dtype: u32, experts: u32, places: usize, rows: *mut c_void, rows_size: usize,
+        scales: *mut c_void, scales_size: usize, counts: *const i32, ranges: *const i64, offsets: *const i64,
+        topk_idx: *const i64, topk_weights: *const f32,
+    }
+    GpuDispatchOptions / "xrail_gpu_dispatch_options" {
+        struct_size: u32, flags: u32, layout: u32, alignment: u32, stream: *mut c_void, repeated: *const c_void,
+        x_scales: *const c_void, rows: *mut c_void, scales: *mut c_void, counts: *mut i32, ranges: *mut i64,
+        sources: *mut i32, offsets: *mut i64, stats: *mut i32, waits: *mut i64, max_rows: u64,
+    }
+    GpuCombineOptions / "xrail_gpu_combine_options" {
+        struct_size: u32, flags: u32, stream: *mut c_void, topk_weights: *const f32, bias: *const c_void,
+        bias2: *const c_void, weight_sums: *mut f32, waits: *mut i64, wire: u32, reserved: u32,
+    }
 }
 
 // SAFETY: they begin with their size, and hold numbers and raw pointers.
@@ -109,6 +164,22 @@ unsafe impl Sized32 for MoveOptions {}
 unsafe impl Sized32 for StartOptions {}
 // SAFETY: as above.
 unsafe impl Sized32 for Receipt {}
+// SAFETY: as above.
+unsafe impl Sized32 for GroupOptions {}
+// SAFETY: as above.
+unsafe impl Sized32 for ExpertsOptions {}
+// SAFETY: as above.
+unsafe impl Sized32 for DispatchOptions {}
+// SAFETY: as above.
+unsafe impl Sized32 for CombineOptions {}
+// SAFETY: as above.
+unsafe impl Sized32 for ExchangeReceipt {}
+// SAFETY: as above.
+unsafe impl Sized32 for Delivered {}
+// SAFETY: as above.
+unsafe impl Sized32 for GpuDispatchOptions {}
+// SAFETY: as above.
+unsafe impl Sized32 for GpuCombineOptions {}
 
 fn usage(operation: &str, detail: String) -> Error {
     Error::new(ErrorKind::Usage, operation, detail)
@@ -131,6 +202,18 @@ unsafe fn size_at(operation: &str, at: *const u32) -> Result<usize> {
         return Ok(size);
     }
     Err(usage(operation, format!("a struct_size of {size}")).with_hint("set it to the struct's sizeof: XRAIL_INIT"))
+}
+
+/// Checks the size of a struct that [`write`] is to fill in.
+///
+/// # Errors
+/// `Usage`: no size.
+///
+/// # Safety
+/// As [`write`].
+pub(crate) unsafe fn check_size<T: Sized32>(operation: &str, at: *const T) -> Result<()> {
+    // SAFETY: by the contract.
+    if at.is_null() { Ok(()) } else { unsafe { size_at(operation, at.cast()) }.map(drop) }
 }
 
 /// Options of this or another version of the header; null: all zeros. `flags`: those that have a meaning here.

@@ -5,20 +5,21 @@ use std::ffi::{c_char, c_int, c_void};
 
 use crossrail::{Memory, Place, Settings};
 use crossrail_locks::{Mutex, PerProcess};
+use crossrail_types::Origin;
 
 use crate::abi::{ContextOptions, NO_ENVIRONMENT, OK, XrailSetting, read};
 use crate::failure::{Failure, name_of, usage};
 use crate::guard::{self, handle, place, slice, text};
 use crate::log;
 
-/// A handle.
-pub(crate) struct Context(pub(crate) crossrail::Context);
+/// A handle, and the process that has made it.
+pub(crate) struct Context(pub(crate) crossrail::Context, pub(crate) Origin);
 
 /// What `xrail_alloc` has handed out, by its address.
 static BLOCKS: PerProcess<Mutex<HashMap<usize, Memory>>> = PerProcess::new();
 
 /// Features beyond those of the first version, and those that a build may lack.
-const FEATURES: [&str; 3] = ["lists", "cuda", "ucx"];
+const FEATURES: [&str; 5] = ["lists", "cuda", "ucx", "groups", "experts"];
 
 /// The version of the library: major << 16 | minor.
 #[unsafe(no_mangle)]
@@ -67,7 +68,7 @@ pub(crate) fn place_of(device: u32) -> Place {
 /// Reads settings and devices.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_context_create(options: *const ContextOptions, out: *mut *mut Context) -> i32 {
     const OPERATION: &str = "context_create";
@@ -84,7 +85,7 @@ pub(crate) unsafe extern "C" fn xrail_context_create(options: *const ContextOpti
             settings.set(name, value)?;
         }
         settings.check()?;
-        out.set(Box::into_raw(Box::new(Context(crossrail::Context::new(settings)?))));
+        out.set(Box::into_raw(Box::new(Context(crossrail::Context::new(settings)?, Origin::here()))));
         Ok(OK)
     })
 }
@@ -104,7 +105,7 @@ pub(crate) unsafe extern "C" fn xrail_context_free(context: *mut Context) {
 /// Zeroed memory that peers on this machine can map.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_alloc(
     context: *mut Context,
@@ -148,7 +149,7 @@ pub(crate) unsafe extern "C" fn xrail_dealloc(memory: *mut c_void) -> i32 {
 /// Whose memory an address is.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_device_of(
     context: *mut Context,

@@ -6,8 +6,7 @@ use std::sync::Arc;
 use crossrail_types::{Error, ErrorKind};
 
 use crate::abi::OK;
-use crate::failure::{Outcome, usage};
-use crate::guard::{self, place, timeout};
+use crate::guard::{self, Object, place, timeout};
 use crate::output;
 use crate::shared::Shared;
 use crate::texts::{explain_json, formatted};
@@ -24,33 +23,25 @@ impl Endpoint {
     }
 }
 
-/// [`guard::call`] for an endpoint's handle.
-///
-/// # Safety
-/// As the header says of `endpoint`.
-#[inline(always)]
-pub(crate) unsafe fn with(
-    operation: &'static str,
-    endpoint: *mut Endpoint,
-    body: impl FnOnce(&Endpoint) -> Outcome,
-) -> i32 {
-    // SAFETY: by the contract.
-    match unsafe { endpoint.as_ref() } {
-        Some(endpoint) => guard::call(operation, Some(&endpoint.worker.native), || body(endpoint)),
-        None => guard::call(operation, None, || Err(usage(operation, "a handle is NULL"))),
+impl Object for Endpoint {
+    type Owner = crossrail::Worker;
+
+    #[inline(always)]
+    fn owner(&self) -> &crossrail::Worker {
+        &self.worker.native
     }
 }
 
 /// The peer's name.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_endpoint_peer(endpoint: *mut Endpoint, text: *mut *mut c_char) -> i32 {
     const OPERATION: &str = "endpoint_peer";
     // SAFETY: by the contract.
     unsafe {
-        with(OPERATION, endpoint, |endpoint| {
+        guard::with(OPERATION, endpoint, |endpoint| {
             let out = place(OPERATION, text)?;
             endpoint.worker.native.check(OPERATION)?;
             out.set(output::text(OPERATION, &endpoint.native.peer())?);
@@ -62,13 +53,13 @@ pub(crate) unsafe extern "C" fn xrail_endpoint_peer(endpoint: *mut Endpoint, tex
 /// Whether the peer lives, and why not.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_endpoint_state(endpoint: *mut Endpoint) -> i32 {
     const OPERATION: &str = "endpoint_state";
     // SAFETY: by the contract.
     unsafe {
-        with(OPERATION, endpoint, |endpoint| {
+        guard::with(OPERATION, endpoint, |endpoint| {
             endpoint.worker.native.check(OPERATION)?;
             match endpoint.native.end() {
                 None => Ok(OK),
@@ -83,7 +74,7 @@ pub(crate) unsafe extern "C" fn xrail_endpoint_state(endpoint: *mut Endpoint) ->
 /// Which lanes it uses, and why.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_endpoint_explain(
     endpoint: *mut Endpoint,
@@ -93,7 +84,7 @@ pub(crate) unsafe extern "C" fn xrail_endpoint_explain(
     const OPERATION: &str = "endpoint_explain";
     // SAFETY: by the contract.
     unsafe {
-        with(OPERATION, endpoint, |endpoint| {
+        guard::with(OPERATION, endpoint, |endpoint| {
             let out = place(OPERATION, text)?;
             endpoint.worker.native.check(OPERATION)?;
             let explain = endpoint.native.explain();
@@ -107,13 +98,13 @@ pub(crate) unsafe extern "C" fn xrail_endpoint_explain(
 /// Says goodbye.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_endpoint_close(endpoint: *mut Endpoint, timeout_us: i64) -> i32 {
     const OPERATION: &str = "endpoint_close";
     // SAFETY: by the contract.
     unsafe {
-        with(OPERATION, endpoint, |endpoint| {
+        guard::with(OPERATION, endpoint, |endpoint| {
             endpoint.native.close(timeout(OPERATION, timeout_us)?)?;
             Ok(OK)
         })

@@ -53,7 +53,8 @@ pub(crate) fn interrupted(error: Error) -> Box<Failure> {
 #[cold]
 pub(crate) fn internal(operation: &str, panic: &str) -> Box<Failure> {
     let detail = format!("a bug in Crossrail: {panic}");
-    let error = Error::new(ErrorKind::Closed, operation, detail).with_hint("please report it; the worker is closed");
+    let error = Error::new(ErrorKind::Closed, operation, detail)
+        .with_hint("please report it; the worker, or the expert buffer, is closed");
     Box::new(Failure { result: INTERNAL, error })
 }
 

@@ -5,7 +5,7 @@ use std::ffi::{CStr, c_char};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
-use crossrail_types::ErrorKind;
+use crossrail_types::{ErrorKind, Origin};
 
 use crate::abi::{DEFAULT, OK};
 use crate::failure::{Failure, Outcome, internal, keep, usage};
@@ -20,18 +20,71 @@ pub(crate) fn call(operation: &'static str, worker: Option<&crossrail::Worker>, 
     call_of(operation, || worker, body)
 }
 
-/// [`call`] with a worker that is looked up only where it is needed.
+/// [`call`] with an object that a panic ends, which is looked up only where it is needed.
 #[inline(always)]
-pub(crate) fn call_of<'a>(
+pub(crate) fn call_of<'a, T: Ends + 'a>(
     operation: &'static str,
-    worker: impl FnOnce() -> Option<&'a crossrail::Worker>,
+    object: impl FnOnce() -> Option<&'a T>,
     body: impl FnOnce() -> Outcome,
 ) -> i32 {
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(result)) => result,
-        Ok(Err(failure)) => failed(operation, worker(), failure),
-        Err(panic) => panicked(operation, worker(), &*panic),
+        Ok(Err(failure)) => failed(operation, object(), failure),
+        Err(panic) => panicked(operation, object(), &*panic),
     }
+}
+
+/// An object that a panic ends.
+pub(crate) trait Ends {
+    /// The text of the panic that has ended it.
+    fn failure(&self) -> Option<&str>;
+    /// Ends it.
+    fn fail(&self, text: &str);
+}
+
+impl Ends for crossrail::Worker {
+    fn failure(&self) -> Option<&str> {
+        crossrail::Worker::failure(self)
+    }
+
+    fn fail(&self, text: &str) {
+        crossrail::Worker::fail(self, text);
+    }
+}
+
+/// An object that C has a handle of.
+pub(crate) trait Object {
+    type Owner: Ends;
+    /// The object that a panic of a call ends.
+    fn owner(&self) -> &Self::Owner;
+    /// Fails where the object cannot be used, as in a forked child.
+    #[inline(always)]
+    fn check(&self, _operation: &str) -> crossrail_types::Result<()> {
+        Ok(())
+    }
+}
+
+/// [`call`] for a handle.
+///
+/// # Safety
+/// As [`handle`].
+#[inline(always)]
+pub(crate) unsafe fn with<T: Object>(
+    operation: &'static str,
+    pointer: *const T,
+    body: impl FnOnce(&T) -> Outcome,
+) -> i32 {
+    // SAFETY: by the contract.
+    let object = unsafe { pointer.as_ref() };
+    call_of(
+        operation,
+        || object.map(T::owner),
+        || {
+            let Some(object) = object else { return Err(null(operation, "a handle")) };
+            object.check(operation)?;
+            body(object)
+        },
+    )
 }
 
 /// [`call`] of a function without a result.
@@ -44,12 +97,27 @@ pub(crate) fn quietly(operation: &'static str, worker: Option<&crossrail::Worker
     call(operation, worker, done);
 }
 
+/// Drops the object of a handle; in a forked child it stays the parent's.
+///
+/// # Safety
+/// `object` is null or from `Box::into_raw`, and not used after this.
+pub(crate) unsafe fn free<T>(operation: &'static str, object: *mut T, origin: impl FnOnce(&T) -> Origin) {
+    if object.is_null() {
+        return;
+    }
+    quietly(operation, None, || {
+        // SAFETY: by the contract, once.
+        let object = unsafe { Box::from_raw(object) };
+        if origin(&object).is_here() { drop(object) } else { std::mem::forget(object) }
+    });
+}
+
 #[cold]
 #[inline(never)]
-fn failed(operation: &'static str, worker: Option<&crossrail::Worker>, failure: Box<Failure>) -> i32 {
-    // What fails because a panic has closed the worker says so.
+fn failed(operation: &'static str, object: Option<&impl Ends>, failure: Box<Failure>) -> i32 {
+    // What fails because a panic has closed the object says so.
     let closed = matches!(failure.error.kind, ErrorKind::Closed | ErrorKind::Timeout | ErrorKind::PeerDead);
-    match worker.and_then(crossrail::Worker::failure).filter(|_| closed) {
+    match object.and_then(Ends::failure).filter(|_| closed) {
         Some(panic) => keep(&internal(operation, panic)),
         None => keep(&failure),
     }
@@ -57,11 +125,11 @@ fn failed(operation: &'static str, worker: Option<&crossrail::Worker>, failure: 
 
 #[cold]
 #[inline(never)]
-fn panicked(operation: &'static str, worker: Option<&crossrail::Worker>, panic: &(dyn Any + Send)) -> i32 {
+fn panicked(operation: &'static str, object: Option<&impl Ends>, panic: &(dyn Any + Send)) -> i32 {
     let text = panic.downcast_ref::<&str>().copied();
     let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("a panic without text");
-    if let Some(worker) = worker {
-        worker.fail(text);
+    if let Some(object) = object {
+        object.fail(text);
     }
     keep(&internal(operation, text))
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crossrail::{Addresses, MoveKind, Place};
 
 use crate::abi::{self, IMM, NOTICE, OK, ON_STREAM, QUEUE, READ, Row, WRITE, read};
-use crate::endpoint::{self, Endpoint};
+use crate::endpoint::Endpoint;
 use crate::failure::{Failure, usage};
 use crate::guard::{self, handle, place, slice};
 use crate::operations::ready;
@@ -42,7 +42,7 @@ fn addresses(rows: &[Row]) -> Addresses<'_> {
 /// Rows of own regions.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_layout_own(
     worker: *mut Worker,
@@ -73,7 +73,7 @@ pub(crate) unsafe extern "C" fn xrail_layout_own(
 /// Rows of the peer's regions.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_layout_peer(
     endpoint: *mut Endpoint,
@@ -85,7 +85,7 @@ pub(crate) unsafe extern "C" fn xrail_layout_peer(
     const OPERATION: &str = "layout_peer";
     // SAFETY: by the contract.
     unsafe {
-        endpoint::with(OPERATION, endpoint, |endpoint| {
+        guard::with(OPERATION, endpoint, |endpoint| {
             let (rows, out) = (slice(OPERATION, rows, count)?, place(OPERATION, out)?);
             let description = handle(OPERATION, description)?;
             endpoint.worker.native.check(OPERATION)?;
@@ -123,7 +123,7 @@ unsafe fn index<'a>(at: *const u32, count: usize) -> Result<Option<&'a [u32]>, B
 /// Pairs rows.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_prepare(
     endpoint: *mut Endpoint,
@@ -136,7 +136,7 @@ pub(crate) unsafe extern "C" fn xrail_prepare(
     const OPERATION: &str = "prepare";
     // SAFETY: by the contract.
     unsafe {
-        endpoint::with(OPERATION, endpoint, |endpoint| {
+        guard::with(OPERATION, endpoint, |endpoint| {
             let out = place(OPERATION, out)?;
             let (local, remote) = (handle(OPERATION, local)?, handle(OPERATION, remote)?);
             let options = read(OPERATION, options, IMM)?;
@@ -164,7 +164,7 @@ pub(crate) unsafe extern "C" fn xrail_prepare(
 /// Starts it.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_start(
     handle: *mut Move,
@@ -198,7 +198,7 @@ pub(crate) unsafe extern "C" fn xrail_start(
 /// How it goes, and why.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_move_explain(handle: *mut Move, format: i32, text: *mut *mut c_char) -> i32 {
     const OPERATION: &str = "move_explain";

@@ -6,7 +6,7 @@ use crossrail::{Buffer, Place, Ready};
 
 use crate::abi::{IMM, Key, ON_STREAM, OpOptions, QUEUE, read};
 use crate::context::place_of;
-use crate::endpoint::{self, Endpoint};
+use crate::endpoint::Endpoint;
 use crate::failure::{Failure, Outcome, usage};
 use crate::guard::{self, slice};
 use crate::region::{buffer, key_from_c};
@@ -61,7 +61,7 @@ unsafe fn local(
 /// Options and the place of the request.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[inline]
 unsafe fn given(
     operation: &str,
@@ -88,7 +88,7 @@ fn is_plain(data: *const c_void, size: usize, out: *mut *mut Request) -> bool {
 /// Sends a tagged message.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_send(
     endpoint: *mut Endpoint,
@@ -101,7 +101,7 @@ pub(crate) unsafe extern "C" fn xrail_send(
     const OPERATION: &str = "send";
     // SAFETY: by the contract.
     unsafe {
-        endpoint::with(OPERATION, endpoint, move |endpoint| {
+        guard::with(OPERATION, endpoint, move |endpoint| {
             if options.is_null() && is_plain(data, size, out) {
                 return start_plain(&endpoint.worker, out, move |place| {
                     endpoint.native.send_in(place, Buffer::raw(data.cast_mut().cast(), size, None), tag)
@@ -115,7 +115,7 @@ pub(crate) unsafe extern "C" fn xrail_send(
 /// Receives the next message that matches.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_recv(
     worker: *mut Worker,
@@ -190,7 +190,7 @@ unsafe fn recv_at_length(
 /// Writes at an offset of a peer's region.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_write(
     endpoint: *mut Endpoint,
@@ -204,7 +204,7 @@ pub(crate) unsafe extern "C" fn xrail_write(
     const OPERATION: &str = "write";
     // SAFETY: by the contract.
     unsafe {
-        endpoint::with(OPERATION, endpoint, |endpoint| {
+        guard::with(OPERATION, endpoint, |endpoint| {
             let (options, given) = given(OPERATION, options, IMM, out)?;
             let key = key_from_c(OPERATION, key)?;
             let buffer = local(OPERATION, &endpoint.worker, (data.cast_mut(), size), &options)?;
@@ -217,7 +217,7 @@ pub(crate) unsafe extern "C" fn xrail_write(
 /// Reads from an offset of a peer's region.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_read(
     endpoint: *mut Endpoint,
@@ -231,7 +231,7 @@ pub(crate) unsafe extern "C" fn xrail_read(
     const OPERATION: &str = "read";
     // SAFETY: by the contract.
     unsafe {
-        endpoint::with(OPERATION, endpoint, |endpoint| {
+        guard::with(OPERATION, endpoint, |endpoint| {
             let (options, given) = given(OPERATION, options, 0, out)?;
             let key = key_from_c(OPERATION, key)?;
             let buffer = local(OPERATION, &endpoint.worker, (data, size), &options)?;
@@ -243,7 +243,7 @@ pub(crate) unsafe extern "C" fn xrail_read(
 /// Puts a notice into the peer's queue.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_notify(
     endpoint: *mut Endpoint,
@@ -254,7 +254,7 @@ pub(crate) unsafe extern "C" fn xrail_notify(
     const OPERATION: &str = "notify";
     // SAFETY: by the contract.
     unsafe {
-        endpoint::with(OPERATION, endpoint, |endpoint| -> Outcome {
+        guard::with(OPERATION, endpoint, |endpoint| -> Outcome {
             let given = Given::new(OPERATION, false, std::ptr::null_mut(), out)?;
             let bytes = slice::<u8>(OPERATION, data.cast(), size)?;
             given.start(&endpoint.worker, endpoint.native.notify(bytes))

@@ -33,6 +33,41 @@ pub(crate) fn text(operation: &str, text: &str) -> Result<*mut c_char, Box<Failu
     bytes(operation, c_text(text).as_bytes()).map(<*mut c_void>::cast)
 }
 
+/// An array with one element for each of `all`, in one block. After it follow copies of the bytes that the elements
+/// point to, each with a zero byte at its end. `element` makes an element from its index and the copies of its parts.
+pub(crate) fn array<T, const N: usize>(
+    operation: &str,
+    all: &[[&[u8]; N]],
+    element: impl Fn(usize, [*const u8; N]) -> T,
+) -> Result<*mut T, Box<Failure>> {
+    let head = size_of::<T>() * all.len();
+    let block = allot(operation, head + all.iter().flatten().map(|part| part.len() + 1).sum::<usize>())?;
+    let mut at = head;
+    for (index, parts) in all.iter().enumerate() {
+        let copies = parts.map(|part| {
+            // SAFETY: the block has room for all of them, each with a zero byte at its end.
+            unsafe {
+                let to = block.add(at);
+                std::ptr::copy_nonoverlapping(part.as_ptr(), to, part.len());
+                to.add(part.len()).write(0);
+                at += part.len() + 1;
+                to.cast_const()
+            }
+        });
+        // SAFETY: inside the array at the head of the block, which `malloc` has aligned.
+        unsafe { block.cast::<T>().add(index).write(element(index, copies)) };
+    }
+    Ok(block.cast())
+}
+
+/// A copy of numbers.
+pub(crate) fn numbers<T: Copy>(operation: &str, all: &[T]) -> Result<*mut T, Box<Failure>> {
+    let block = allot(operation, size_of_val(all))?.cast::<T>();
+    // SAFETY: the block has room for them, and `malloc` has aligned it.
+    unsafe { std::ptr::copy_nonoverlapping(all.as_ptr(), block, all.len()) };
+    Ok(block)
+}
+
 /// Frees what a function of this library has allotted.
 ///
 /// # Safety

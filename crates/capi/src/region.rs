@@ -7,8 +7,8 @@ use crossrail::{Buffer, Description, Place, RegionKey};
 
 use crate::abi::{KEY_LEN, Key, OK, PENDING};
 use crate::context::place_of;
-use crate::failure::{Failure, Outcome, usage};
-use crate::guard::{self, handle, place, slice, timeout};
+use crate::failure::{Failure, usage};
+use crate::guard::{self, Object, handle, place, slice, timeout};
 use crate::output;
 use crate::shared::Shared;
 use crate::worker::Worker;
@@ -65,7 +65,7 @@ pub(crate) unsafe fn key_from_c(operation: &str, key: *const Key) -> Result<Regi
 /// Lets peers with the key read and write the memory.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_register(
     worker: *mut Worker,
@@ -93,28 +93,25 @@ pub(crate) unsafe extern "C" fn xrail_register(
     })
 }
 
-/// [`guard::call`] for a region's handle.
-///
-/// # Safety
-/// As the header says of `region`.
-unsafe fn with(operation: &'static str, region: *mut Region, body: impl FnOnce(&Region) -> Outcome) -> i32 {
-    // SAFETY: by the contract.
-    match unsafe { region.as_ref() } {
-        Some(region) => guard::call(operation, Some(&region.worker.native), || body(region)),
-        None => guard::call(operation, None, || Err(usage(operation, "a handle is NULL"))),
+impl Object for Region {
+    type Owner = crossrail::Worker;
+
+    #[inline(always)]
+    fn owner(&self) -> &crossrail::Worker {
+        &self.worker.native
     }
 }
 
 /// Ends all access.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_deregister(region: *mut Region) -> i32 {
     const OPERATION: &str = "deregister";
     // SAFETY: by the contract.
     unsafe {
-        with(OPERATION, region, |region| {
+        guard::with(OPERATION, region, |region| {
             region.native.deregister()?;
             Ok(OK)
         })
@@ -136,13 +133,13 @@ pub(crate) unsafe extern "C" fn xrail_region_free(region: *mut Region) {
 /// Its key.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_region_key(region: *mut Region, key: *mut Key) -> i32 {
     const OPERATION: &str = "region_key";
     // SAFETY: by the contract.
     unsafe {
-        with(OPERATION, region, |region| {
+        guard::with(OPERATION, region, |region| {
             place(OPERATION, key)?.set(key_to_c(&region.native.key()));
             Ok(OK)
         })
@@ -152,16 +149,16 @@ pub(crate) unsafe extern "C" fn xrail_region_key(region: *mut Region, key: *mut 
 /// Waits for writes with an immediate.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_imm_wait(region: *mut Region, imm: u32, count: u64, timeout_us: i64) -> i32 {
     const OPERATION: &str = "imm_wait";
     // SAFETY: by the contract.
     unsafe {
-        with(OPERATION, region, |region| {
+        guard::with(OPERATION, region, |region| {
             let limit = timeout(OPERATION, timeout_us)?;
             region.worker.native.check(OPERATION)?;
-            region.worker.wait(|| region.native.wait_imm(imm, count, limit))?;
+            region.worker.waits.wait(|| region.native.wait_imm(imm, count, limit))?;
             Ok(OK)
         })
     }
@@ -185,7 +182,7 @@ pub(crate) unsafe fn regions(
 /// A worker's address and regions, as bytes.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_describe(
     worker: *mut Worker,
@@ -213,7 +210,7 @@ pub(crate) unsafe extern "C" fn xrail_describe(
 /// Reads the bytes of a description.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_unpack(bytes: *const c_void, size: usize, out: *mut *mut Unpacked) -> i32 {
     const OPERATION: &str = "unpack";
@@ -228,7 +225,7 @@ pub(crate) unsafe extern "C" fn xrail_unpack(bytes: *const c_void, size: usize, 
 /// The worker's address in it; borrowed.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_description_address(
     description: *const Unpacked,
@@ -247,7 +244,7 @@ pub(crate) unsafe extern "C" fn xrail_description_address(
 /// One of its regions. Any of the places may be null.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_description_region(
     description: *const Unpacked,

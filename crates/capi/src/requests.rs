@@ -9,7 +9,7 @@ use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::abi::{self, Finished, OK, PENDING, XrailError, write};
 use crate::failure::{Failure, Kept, Outcome, busy, interrupted, usage};
-use crate::guard::{self, handle, place, slice, timeout};
+use crate::guard::{self, Object, handle, place, slice, timeout};
 use crate::output;
 use crate::shared::{ENDED, Ended, FREE, Pool, QUEUED, Request, STARTING, Shared, same};
 use crate::texts::{formatted, receipt_json, receipt_text};
@@ -108,16 +108,12 @@ fn enqueue_at_end(worker: &Arc<Shared>, request: *mut Request) {
     }
 }
 
-/// [`guard::call`] for a request's handle.
-///
-/// # Safety
-/// As the header says of `request`.
-#[inline(always)]
-unsafe fn with(operation: &'static str, request: *const Request, body: impl FnOnce(&Request) -> Outcome) -> i32 {
-    // SAFETY: by the contract.
-    match unsafe { request.as_ref() } {
-        Some(request) => guard::call(operation, Some(&request.worker.native), || body(request)),
-        None => guard::call(operation, None, || Err(usage(operation, "a handle is NULL"))),
+impl Object for Request {
+    type Owner = crossrail::Worker;
+
+    #[inline(always)]
+    fn owner(&self) -> &crossrail::Worker {
+        &self.worker.native
     }
 }
 
@@ -140,7 +136,7 @@ impl Request {
     }
 
     /// # Safety
-    /// As the header says of `receipt`.
+    /// As the header states for `receipt`.
     unsafe fn test(&self, operation: &str, receipt: *mut abi::Receipt) -> Outcome {
         if receipt.is_null() {
             return self.poll();
@@ -154,7 +150,7 @@ impl Request {
     }
 
     /// # Safety
-    /// As the header says of `receipt`.
+    /// As the header states for `receipt`.
     unsafe fn wait(&self, operation: &str, timeout_us: i64, receipt: *mut abi::Receipt) -> Outcome {
         let limit = timeout(operation, timeout_us)?;
         // SAFETY: by the contract.
@@ -162,7 +158,7 @@ impl Request {
             Ok(PENDING) => {}
             over => return over,
         }
-        match self.worker.interruptible(|| self.native.wait(limit)) {
+        match self.worker.waits.interruptible(|| self.native.wait(limit)) {
             // SAFETY: by the contract.
             (Ok(all), _) => unsafe { tell(operation, &all, receipt) },
             (Err(error), raised) if error.kind == ErrorKind::Timeout && !self.native.is_done() => match raised {
@@ -175,7 +171,7 @@ impl Request {
 }
 
 /// # Safety
-/// As the header says of `receipt`.
+/// As the header states for `receipt`.
 #[inline(always)]
 unsafe fn tell(operation: &str, all: &crossrail::Receipt, receipt: *mut abi::Receipt) -> Outcome {
     if !receipt.is_null() {
@@ -190,7 +186,7 @@ unsafe fn tell(operation: &str, all: &crossrail::Receipt, receipt: *mut abi::Rec
 /// Makes progress once.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_test(request: *mut Request, receipt: *mut abi::Receipt) -> i32 {
     const OPERATION: &str = "test";
@@ -212,24 +208,24 @@ pub(crate) unsafe extern "C" fn xrail_test(request: *mut Request, receipt: *mut 
 unsafe fn test_at_length(request: *mut Request, receipt: *mut abi::Receipt) -> i32 {
     const OPERATION: &str = "test";
     // SAFETY: by the contract.
-    unsafe { with(OPERATION, request, |request| request.test(OPERATION, receipt)) }
+    unsafe { guard::with(OPERATION, request, |request| request.test(OPERATION, receipt)) }
 }
 
 /// Waits for the outcome.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_wait(request: *mut Request, timeout_us: i64, receipt: *mut abi::Receipt) -> i32 {
     const OPERATION: &str = "wait";
     // SAFETY: by the contract.
-    unsafe { with(OPERATION, request, |request| request.wait(OPERATION, timeout_us, receipt)) }
+    unsafe { guard::with(OPERATION, request, |request| request.wait(OPERATION, timeout_us, receipt)) }
 }
 
 /// Waits, and frees what is over.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_finish(
     request: *mut *mut Request,
@@ -245,7 +241,7 @@ pub(crate) unsafe extern "C" fn xrail_finish(
         return OK;
     }
     // SAFETY: by the contract.
-    let result = unsafe { with(OPERATION, *place, |request| request.wait(OPERATION, timeout_us, receipt)) };
+    let result = unsafe { guard::with(OPERATION, *place, |request| request.wait(OPERATION, timeout_us, receipt)) };
     // SAFETY: by the contract; the reference ends here.
     let is_over = unsafe { (**place).native.is_over() && (**place).queued.load(Ordering::Acquire) == FREE };
     if is_over {
@@ -258,7 +254,7 @@ pub(crate) unsafe extern "C" fn xrail_finish(
 /// Waits until one of them is over.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_wait_any(
     requests: *const *mut Request,
@@ -281,7 +277,7 @@ pub(crate) unsafe extern "C" fn xrail_wait_any(
             places.push(at);
         }
         let worker = worker.ok_or_else(|| usage(OPERATION, "no requests"))?;
-        let found = worker.wait(|| worker.native.wait_any(&natives, limit))?;
+        let found = worker.waits.wait(|| worker.native.wait_any(&natives, limit))?;
         out.set(places[found]);
         Ok(OK)
     })
@@ -290,7 +286,7 @@ pub(crate) unsafe extern "C" fn xrail_wait_any(
 /// Requests of `XRAIL_QUEUE` that are over.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_take_finished(
     worker: *mut Worker,
@@ -327,7 +323,7 @@ pub(crate) unsafe extern "C" fn xrail_take_finished(
 /// Asks both ends to stop.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_cancel(request: *mut Request) {
     // SAFETY: by the contract.
@@ -339,13 +335,13 @@ pub(crate) unsafe extern "C" fn xrail_cancel(request: *mut Request) {
 /// Lets a stream wait for the request.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_wait_on_stream(request: *mut Request, stream: *mut c_void, device: u32) -> i32 {
     const OPERATION: &str = "wait_on_stream";
     // SAFETY: by the contract.
     unsafe {
-        with(OPERATION, request, |request| {
+        guard::with(OPERATION, request, |request| {
             let ordinal = device.checked_sub(1).ok_or_else(|| usage(OPERATION, "the host has no streams"))?;
             request.native.wait_on(stream as u64, ordinal)?;
             Ok(OK)
@@ -356,7 +352,7 @@ pub(crate) unsafe extern "C" fn xrail_wait_on_stream(request: *mut Request, stre
 /// Why it failed; borrowed.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_request_error(request: *mut Request) -> *const XrailError {
     // SAFETY: by the contract.
@@ -375,7 +371,7 @@ pub(crate) unsafe extern "C" fn xrail_request_error(request: *mut Request) -> *c
 /// What it did.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_request_report(
     request: *mut Request,
@@ -385,7 +381,7 @@ pub(crate) unsafe extern "C" fn xrail_request_report(
     const OPERATION: &str = "request_report";
     // SAFETY: by the contract.
     unsafe {
-        with(OPERATION, request, |request| {
+        guard::with(OPERATION, request, |request| {
             let out = place(OPERATION, text)?;
             match request.native.test() {
                 None => Err(busy(OPERATION, "the request is not over", "wait for it")),

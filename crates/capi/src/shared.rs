@@ -7,9 +7,10 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use crossrail_locks::Mutex;
-use crossrail_types::{ErrorKind, Interrupt, Reason, Result};
+use crossrail_types::Reason;
 
-use crate::failure::{Failure, Kept, interrupted, usage};
+use crate::failure::{Failure, Kept, usage};
+use crate::waits::Waits;
 
 /// What handles of a worker's objects share with it.
 pub(crate) struct Shared {
@@ -17,7 +18,7 @@ pub(crate) struct Shared {
     pub(crate) context: crossrail::Context,
     pub(crate) has_background: bool,
     /// Threads that wait, to be interrupted.
-    pub(crate) waits: Mutex<Vec<Arc<Interrupt>>>,
+    pub(crate) waits: Waits,
     /// Events that `xrail_worker_wait` has returned for.
     pub(crate) seen: AtomicU64,
     pub(crate) finished: Arc<Queue>,
@@ -64,47 +65,12 @@ impl Queue {
     }
 }
 
-thread_local! {
-    static OWN: Arc<Interrupt> = Interrupt::new();
-}
-
-/// While one exists, its thread can be interrupted.
-struct Waiting<'a>(&'a Shared, Arc<Interrupt>);
-
-impl Drop for Waiting<'_> {
-    fn drop(&mut self) {
-        let mut waits = self.0.waits.lock();
-        if let Some(at) = waits.iter().position(|wait| Arc::ptr_eq(wait, &self.1)) {
-            waits.swap_remove(at);
-        }
-    }
-}
-
 impl Shared {
     /// Fails in a forked child of the process that has made the worker; not for a worker that is closed.
-    pub(crate) fn check_origin(&self, operation: &str) -> std::result::Result<(), Box<Failure>> {
+    pub(crate) fn check_origin(&self, operation: &str) -> Result<(), Box<Failure>> {
         match self.native.check(operation) {
             Err(error) if error.reason == Some(Reason::OtherProcess) => Err(error.into()),
             _ => Ok(()),
-        }
-    }
-
-    /// Runs a wait that `xrail_worker_interrupt` ends; whether it has.
-    pub(crate) fn interruptible<T>(&self, wait: impl FnOnce() -> Result<T>) -> (Result<T>, bool) {
-        // Also on a thread that is ending, and has lost its own: where a destructor of the program's finishes a request.
-        let own = OWN.try_with(Arc::clone).unwrap_or_else(|_| Interrupt::new());
-        own.clear();
-        self.waits.lock().push(Arc::clone(&own));
-        let waiting = Waiting(self, own);
-        let result = waiting.1.run(wait);
-        (result, waiting.1.is_raised())
-    }
-
-    /// [`Shared::interruptible`] of what fails with `Timeout` only where its time has passed.
-    pub(crate) fn wait<T>(&self, wait: impl FnOnce() -> Result<T>) -> std::result::Result<T, Box<Failure>> {
-        match self.interruptible(wait) {
-            (Err(error), true) if error.kind == ErrorKind::Timeout => Err(interrupted(error)),
-            (result, _) => Ok(result?),
         }
     }
 }
@@ -233,6 +199,6 @@ pub(crate) const QUEUED: u8 = 2;
 pub(crate) const ENDED: u8 = 3;
 
 /// Whether a handle's worker is that one.
-pub(crate) fn same(operation: &str, one: &Arc<Shared>, other: &Arc<Shared>) -> std::result::Result<(), Box<Failure>> {
+pub(crate) fn same(operation: &str, one: &Arc<Shared>, other: &Arc<Shared>) -> Result<(), Box<Failure>> {
     if Arc::ptr_eq(one, other) { Ok(()) } else { Err(usage(operation, "handles of different workers")) }
 }

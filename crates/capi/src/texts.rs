@@ -1,6 +1,7 @@
 //! What the engine reports, as text for people and as JSON.
 
 use crossrail::{Explain, MoveExplain, Receipt};
+use crossrail_ep_host::{Fault, Link, LinkKind, Plan};
 use serde_json::{Value, json};
 
 use crate::abi::{JSON, TEXT};
@@ -72,4 +73,59 @@ pub(crate) fn move_json(explain: &MoveExplain) -> Value {
 pub(crate) fn move_text(explain: &MoveExplain) -> String {
     let MoveExplain { how, why, lane, rows, runs, nbytes } = explain;
     format!("{how}: {why} ({rows} rows in {runs} runs, {nbytes} bytes, {lane})")
+}
+
+/// A text of one line for each.
+pub(crate) fn lines(all: impl Iterator<Item = String>) -> String {
+    all.collect::<Vec<_>>().join("\n")
+}
+
+fn kind_of(link: &Link) -> &'static str {
+    match link.kind {
+        LinkKind::Myself => "self",
+        LinkKind::Heap => "heap",
+        LinkKind::Network => "network",
+    }
+}
+
+pub(crate) fn link_json(link: &Link) -> Value {
+    let lane = |lane: &crossrail::LaneReport| {
+        let crossrail::LaneReport { name, transport, alive, tx_bytes, rx_bytes, retransmits } = lane;
+        json!({
+            "name": name, "transport": transport, "alive": alive, "tx_bytes": tx_bytes, "rx_bytes": rx_bytes,
+            "retransmits": retransmits,
+        })
+    };
+    json!({
+        "rank": link.rank, "kind": kind_of(link), "masked": link.masked,
+        "lanes": link.lanes.iter().map(lane).collect::<Vec<_>>(), "missed": link.missed,
+    })
+}
+
+pub(crate) fn link_text(link: &Link) -> String {
+    let masked = if link.masked { ", masked" } else { "" };
+    let mut text = format!("rank {}: {}{masked}", link.rank, kind_of(link));
+    for lane in &link.lanes {
+        let lost = if lane.alive { "" } else { ", lost" };
+        text.push_str(&format!("; {} sent {} received {} bytes{lost}", lane.name, lane.tx_bytes, lane.rx_bytes));
+    }
+    link.missed.iter().for_each(|(name, why)| text.push_str(&format!("; not {name}: {why}")));
+    text
+}
+
+pub(crate) fn fault_json(fault: &Fault) -> Value {
+    let Fault { rank, operation, number, stage, why, left, masked } = fault;
+    json!({
+        "rank": rank, "operation": operation, "number": number, "stage": stage, "why": why, "left": left,
+        "masked": masked, "text": fault.to_string(),
+    })
+}
+
+pub(crate) fn plan_json(plan: &Plan) -> Value {
+    let kinds: serde_json::Map<String, Value> =
+        plan.kinds.iter().map(|(kind, bytes)| ((*kind).to_owned(), json!(bytes))).collect();
+    let Plan { sharing, free, largest_tokens, .. } = plan;
+    json!({
+        "bytes": kinds, "total": plan.total(), "local_ranks": sharing, "free": free, "largest_tokens": largest_tokens,
+    })
 }

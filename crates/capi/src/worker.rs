@@ -7,16 +7,17 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use crossrail::ConnectOptions;
-use crossrail_locks::{Apart, Mutex};
+use crossrail_locks::Apart;
 use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::abi::{self, ADMIT, NO_BACKGROUND, NO_UNIX, Notice, OK, PENDING, read};
 use crate::context::Context;
 use crate::endpoint::Endpoint;
 use crate::failure::{Failure, Outcome, c_text, usage};
-use crate::guard::{self, handle, optional_text, place, slice, text, timeout};
+use crate::guard::{self, Object, handle, optional_text, place, slice, text, timeout};
 use crate::output;
 use crate::shared::{Pool, Shared};
+use crate::waits::Waits;
 
 /// A handle.
 pub(crate) struct Worker(pub(crate) Arc<Shared>);
@@ -31,7 +32,7 @@ fn socket_address(listen: &str) -> Result<SocketAddr> {
 /// Listens.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_worker_create(
     context: *mut Context,
@@ -67,7 +68,7 @@ pub(crate) unsafe extern "C" fn xrail_worker_create(
             native: crossrail::Worker::new(&context.0, native)?,
             context: context.0.clone(),
             has_background: background,
-            waits: Mutex::default(),
+            waits: Waits::default(),
             seen: AtomicU64::new(0),
             finished: Arc::default(),
             pool: Pool::default(),
@@ -80,7 +81,7 @@ pub(crate) unsafe extern "C" fn xrail_worker_create(
 /// Ends requests, connections and threads.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_worker_close(worker: *mut Worker) -> i32 {
     const OPERATION: &str = "worker_close";
@@ -113,23 +114,29 @@ pub(crate) unsafe extern "C" fn xrail_worker_free(worker: *mut Worker) {
     });
 }
 
-/// [`guard::call`] for a worker's handle.
+impl Object for Worker {
+    type Owner = crossrail::Worker;
+
+    #[inline(always)]
+    fn owner(&self) -> &crossrail::Worker {
+        &self.0.native
+    }
+}
+
+/// [`guard::with`] for a worker's handle.
 ///
 /// # Safety
-/// As the header says of `worker`.
+/// As the header states for `worker`.
 #[inline(always)]
 unsafe fn with(operation: &'static str, worker: *mut Worker, body: impl FnOnce(&Shared) -> Outcome) -> i32 {
     // SAFETY: by the contract.
-    match unsafe { worker.as_ref() } {
-        Some(worker) => guard::call(operation, Some(&worker.0.native), || body(&worker.0)),
-        None => guard::call(operation, None, || Err(usage(operation, "a handle is NULL"))),
-    }
+    unsafe { guard::with(operation, worker, |worker| body(&worker.0)) }
 }
 
 /// Bytes for peers to connect to.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_worker_address(
     worker: *mut Worker,
@@ -153,7 +160,7 @@ pub(crate) unsafe extern "C" fn xrail_worker_address(
 /// Where it listens.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_worker_listens(worker: *mut Worker, index: usize, text: *mut *mut c_char) -> i32 {
     const OPERATION: &str = "worker_listens";
@@ -185,7 +192,7 @@ impl Drop for Unclaimed {
 /// Connects.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_connect(
     worker: *mut Worker,
@@ -213,7 +220,7 @@ pub(crate) unsafe extern "C" fn xrail_connect(
         owner.0.native.check(OPERATION)?;
         let (to, native) = (to.to_vec(), owner.0.native.clone());
         let apart = Apart::start(OPERATION, move || native.connect(&to, &options).map(|made| Unclaimed(Some(made))))?;
-        let made = owner.0.wait(|| apart.wait(None))??.0.take();
+        let made = owner.0.waits.wait(|| apart.wait(None))??.0.take();
         out.set(Endpoint::handle(made.expect("nothing else takes it"), &owner.0));
         Ok(OK)
     })
@@ -222,7 +229,7 @@ pub(crate) unsafe extern "C" fn xrail_connect(
 /// The next endpoint that a peer has made.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_accept(worker: *mut Worker, timeout_us: i64, out: *mut *mut Endpoint) -> i32 {
     const OPERATION: &str = "accept";
@@ -235,7 +242,7 @@ pub(crate) unsafe extern "C" fn xrail_accept(worker: *mut Worker, timeout_us: i6
         let out = unsafe { place(OPERATION, out) }?;
         let timeout = timeout(OPERATION, timeout_us)?;
         owner.0.native.check(OPERATION)?;
-        let native = owner.0.wait(|| owner.0.native.accept(timeout))?;
+        let native = owner.0.waits.wait(|| owner.0.native.accept(timeout))?;
         out.set(Endpoint::handle(native, &owner.0));
         Ok(OK)
     })
@@ -244,7 +251,7 @@ pub(crate) unsafe extern "C" fn xrail_accept(worker: *mut Worker, timeout_us: i6
 /// Makes progress once.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_worker_progress(worker: *mut Worker) -> i32 {
     const OPERATION: &str = "worker_progress";
@@ -263,7 +270,7 @@ pub(crate) unsafe extern "C" fn xrail_worker_progress(worker: *mut Worker) -> i3
 /// Makes progress until something has happened.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_worker_wait(worker: *mut Worker, timeout_us: i64) -> i32 {
     const OPERATION: &str = "worker_wait";
@@ -272,7 +279,7 @@ pub(crate) unsafe extern "C" fn xrail_worker_wait(worker: *mut Worker, timeout_u
         with(OPERATION, worker, |worker| {
             let limit = timeout(OPERATION, timeout_us)?;
             let seen = worker.seen.load(Ordering::Acquire);
-            let now = worker.wait(|| worker.native.wait_event(seen, limit))?;
+            let now = worker.waits.wait(|| worker.native.wait_event(seen, limit))?;
             worker.seen.fetch_max(now, Ordering::AcqRel);
             Ok(OK)
         })
@@ -282,7 +289,7 @@ pub(crate) unsafe extern "C" fn xrail_worker_wait(worker: *mut Worker, timeout_u
 /// A descriptor for event loops.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_worker_event_fd(worker: *mut Worker, fd: *mut c_int) -> i32 {
     const OPERATION: &str = "worker_event_fd";
@@ -303,7 +310,7 @@ pub(crate) unsafe extern "C" fn xrail_worker_event_fd(worker: *mut Worker, fd: *
 /// Makes the descriptor unreadable.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_worker_drain(worker: *mut Worker) {
     // SAFETY: by the contract.
@@ -312,26 +319,22 @@ pub(crate) unsafe extern "C" fn xrail_worker_drain(worker: *mut Worker) {
     }
 }
 
-/// Ends the waits under way.
+/// Ends the waits in progress.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_worker_interrupt(worker: *mut Worker) {
     // SAFETY: by the contract.
     if let Some(worker) = unsafe { worker.as_ref() } {
-        guard::quietly("worker_interrupt", None, || {
-            // Not under the lock, which a wait takes that ends.
-            let waits = worker.0.waits.lock().clone();
-            waits.iter().for_each(|wait| wait.raise());
-        });
+        guard::quietly("worker_interrupt", None, || worker.0.waits.interrupt());
     }
 }
 
 /// At most `max` notices, in one block.
 ///
 /// # Safety
-/// As the header says.
+/// As the header states.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_take_notices(
     worker: *mut Worker,
@@ -356,29 +359,14 @@ pub(crate) unsafe extern "C" fn xrail_take_notices(
     }
 }
 
-/// The notices as an array of C's, behind which their bytes and texts follow.
+/// The notices as an array of C's.
 fn block_of(operation: &str, notices: &[crossrail::Notice]) -> std::result::Result<*mut Notice, Box<Failure>> {
     let names: Vec<_> = notices.iter().map(|notice| c_text(&notice.peer)).collect();
-    let sizes = notices.iter().zip(&names).map(|(notice, name)| notice.bytes.len() + 1 + name.as_bytes().len() + 1);
-    let array = notices.len() * size_of::<Notice>();
-    let size = array + sizes.sum::<usize>();
-    let block = output::allot(operation, size)?;
-    let mut at = array;
-    let mut copied = |bytes: &[u8]| {
-        // SAFETY: the block has room for all of them, each with a zero byte behind it, by `size`.
-        unsafe {
-            let to = block.add(at);
-            std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len());
-            to.add(bytes.len()).write(0);
-            at += bytes.len() + 1;
-            to
-        }
-    };
-    for (index, (notice, name)) in notices.iter().zip(&names).enumerate() {
-        let (peer, data) = (copied(name.as_bytes()).cast(), copied(&notice.bytes).cast());
-        let one = Notice { peer, data, size: notice.bytes.len(), endpoint: notice.endpoint.into() };
-        // SAFETY: inside the array at the head of the block, which `malloc` has aligned.
-        unsafe { block.cast::<Notice>().add(index).write(one) };
-    }
-    Ok(block.cast())
+    let parts: Vec<_> = notices.iter().zip(&names).map(|(one, name)| [name.as_bytes(), &*one.bytes]).collect();
+    output::array(operation, &parts, |at, [peer, data]| Notice {
+        peer: peer.cast(),
+        data: data.cast(),
+        size: notices[at].bytes.len(),
+        endpoint: notices[at].endpoint.into(),
+    })
 }
