@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 import subprocess
+import tarfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -118,16 +119,15 @@ def metadata_of(wheel: Path) -> email.message.Message:
         return email.parser.HeaderParser().parsestr(archive.read(name).decode())
 
 
-def modules(wheel: Path) -> list[str]:
-    """The modules at the top of a wheel."""
-    with zipfile.ZipFile(wheel) as archive:
-        return sorted(
-            {
-                name.partition("/")[0]
-                for name in archive.namelist()
-                if name.endswith("/__init__.py") and name.count("/") == 1
-            }
-        )
+def modules(package: Path) -> list[str]:
+    """The modules at the top of a wheel, or of a source distribution that flit has made."""
+    if package.suffix == ".whl":
+        with zipfile.ZipFile(package) as archive:
+            names = archive.namelist()
+    else:
+        with tarfile.open(package) as sources:
+            names = [name.partition("/")[2].removeprefix("src/") for name in sources.getnames()]
+    return sorted({name.partition("/")[0] for name in names if name.endswith("/__init__.py") and name.count("/") == 1})
 
 
 def _plain(name: str) -> str:

@@ -94,8 +94,8 @@ def install(archive: Path, prefix: Path, destdir: str, libdir: str) -> None:
     for link, to in ((name, full), ("libcrossrail.so", name)):
         (libraries / link).unlink(missing_ok=True)
         (libraries / link).symlink_to(to)
-    for header in ("crossrail.h", "crossrail.hpp"):
-        shutil.copyfile(CRATE / "include" / header, headers / header)
+    for header in sorted((CRATE / "include").iterdir()):
+        shutil.copyfile(header, headers / header.name)
     values = {"VERSION": version(), "MAJOR": version().partition(".")[0], "SONAME": name, "LIBDIR": libdir}
     values["PRIVATE"] = LIBRARIES
     for template, to_folder in (

@@ -30,7 +30,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import bills
+import musl
 import nccl_plugin
+import roots
 
 ROOT = Path(__file__).resolve().parents[1]
 DIST = ROOT / "dist"
@@ -41,8 +43,8 @@ TARGETS = (
     "aarch64-unknown-linux-musl",
 )
 NATIVE = "native"
-OLDEST, NEWEST = 10, 14
-"""Minor versions of Python 3 that are tried."""
+OLDEST, NEWEST, WITHOUT_GIL = 10, 15, 13
+"""Minor versions of Python 3 that are tried, and the first that can be built without a GIL."""
 C_MACHINES = ("x86_64", "aarch64")
 GLIBC = nccl_plugin.GLIBC
 """The oldest glibc that wheels and the C library run with, if zig links them."""
@@ -141,31 +143,37 @@ def make_wheel(target: str, report: Report) -> None:
     if target == NATIVE:
         run(sys.executable, "packaging/nccl_plugin.py")
         return add_wheel(["maturin", "build", "--release", "--locked"], {}, report)
+    sysroot = Path(run("rustc", "--print", "sysroot").strip())
     library = Path(run("rustc", "--print", "target-libdir", "--target", target).strip())
     if not library.is_dir():
         with contextlib.suppress(Failed):
             run("rustup", "--quiet", "target", "add", target, limit_s=300)
-    if not library.is_dir():
-        report.missing.append(f"wheel for {target}: rustup has no standard library for it here")
-        return None
     # Reproducible: the same bytes from any folder and home directory.
     renamed = {ROOT: "/crossrail", Path(os.environ.get("CARGO_HOME", Path.home() / ".cargo")): "/cargo"}
-    renamed[Path(run("rustc", "--print", "sysroot").strip())] = "/rust"
+    renamed[sysroot] = "/rust"
     env = {"RUSTFLAGS": " ".join(f"--remap-path-prefix={old}={new}" for old, new in renamed.items())}
+    if not library.is_dir():
+        if not (sysroot / "lib" / "rustlib" / "src" / "rust" / "library").is_dir():
+            report.missing.append(
+                f"wheel for {target}: there is neither its standard library here nor the source of it"
+            )
+            return None
+        env |= {"RUSTC_BOOTSTRAP": "1", "CARGO_UNSTABLE_BUILD_STD": "std,panic_unwind"}
+        report.done.append(f"standard library for {target}: compiled from its source")
     command = ["maturin", "build", "--release", "--locked", "--zig", "--target", target]
     if not target.endswith("-musl"):
         command += ["--compatibility", f"manylinux_{GLIBC.replace('.', '_')}"]
         run(sys.executable, "packaging/nccl_plugin.py", "--zig", target, env=env)
         return add_wheel(command, env, report)
-    # NCCL exists for glibc only: the plugin of this machine stands aside meanwhile.
-    plugin, aside = nccl_plugin.LIBRARY, nccl_plugin.LIBRARY.with_suffix(".aside")
+    # NCCL exists for glibc only: meanwhile the plugin of this machine is outside the package, of which all is taken.
+    plugin, aside = nccl_plugin.LIBRARY, DIST / f"{nccl_plugin.LIBRARY.name}.aside"
     with contextlib.suppress(FileNotFoundError):
-        plugin.replace(aside)
+        shutil.move(plugin, aside)
     try:
         return add_wheel(command, env, report)
     finally:
         with contextlib.suppress(FileNotFoundError):
-            aside.replace(plugin)
+            shutil.move(aside, plugin)
 
 
 def add_wheel(command: Sequence[str | Path], env: dict[str, str], report: Report) -> None:
@@ -265,9 +273,9 @@ def add_made_elsewhere(beside: Path | None, report: Report) -> None:
 
 
 def pythons() -> Iterator[tuple[str, Path]]:
-    """Each Python from 3.10 on that there is, and its name; also those without a GIL."""
+    """Each Python from 3.10 on, its name and its path, which is empty if there is none; also those without a GIL."""
     for minor in range(OLDEST, NEWEST + 1):
-        for suffix in ("", "t"):
+        for suffix in ("", "t") if minor >= WITHOUT_GIL else ("",):
             name = f"python3.{minor}{suffix}"
             places = [shutil.which(name), *Path.home().glob(f".pyenv/versions/3.{minor}.*{suffix}/bin/{name}")]
             for place in filter(None, places):
@@ -278,36 +286,57 @@ def pythons() -> Iterator[tuple[str, Path]]:
                 yield name, Path()
 
 
-def check(report: Report, only: str | None, with_sources: bool) -> None:
-    """Installs each artefact into an environment of its own, and tries it."""
+def check(report: Report, only: str | None, with_sources: bool, folder: Path | None) -> None:
+    """Installs each artefact into an environment of its own, and tries it. ``folder``: of packaging/roots.py."""
     check_sums(report)
     check_contents(report)
+    check_bills(report)
     check_c_library(report)
     wheels = sorted(DIST.glob(f"crossrail-{version()}-*.whl"))
     libc = "manylinux" if platform.libc_ver()[0] == "glibc" else "musllinux"
     native = [one for one in wheels if os.uname().machine in one.name and libc in one.name]
-    for wheel in set(wheels) - set(native):
-        report.missing.append(f"{wheel.name} installed: this machine is another")
     if not native:
         raise Failed("dist has no wheel for this machine")
+    for target in TARGETS:
+        machine, musl_target = target.partition("-")[0], target.endswith("-musl")
+        if not any(machine in one.name and ("musllinux" in one.name) is musl_target for one in wheels):
+            report.missing.append(f"wheel for {target} tried: dist has none")
     beside = sorted(DIST.glob("crossrail_*.whl"))
+    there = [root.absolute() for root in sorted(folder.iterdir()) if root.name in roots.ROOTS] if folder else []
+    entered: dict[str, set[str]] = {}
+    for wheel in wheels:
+        tried_in = [root for root in there if root.name.startswith(root_of(wheel))]
+        entered[wheel.name] = {name_of(root) for root in tried_in if check_root(root, wheel, beside, report)}
+        left = [name for name in names() if name not in entered[wheel.name]]
+        if wheel not in native and left:
+            report.missing.append(f"{wheel.name} by {', '.join(left)}: no {root_of(wheel)}* of packaging/roots.py")
     for name, python in pythons():
         if only is not None and name != only:
             continue
         if python == Path():
-            if not name.endswith("t") or only is not None:
-                report.missing.append(f"{name}: not on this machine")
-            continue
-        if name.endswith("t"):
+            if name not in entered[native[0].name] or only is not None:
+                report.missing.append(f"{native[0].name} by {name}: not on this machine")
+        elif name.endswith("t"):
             refused(python, native[0], report)
         else:
             tried(name, python, [native[0]], beside, report)
     if with_sources:
+        check_crates(report)
+        packages = sorted(DIST.glob("crossrail_*.tar.gz"))
         sdist = DIST / f"crossrail-{version()}.tar.gz"
-        tried("sdist by this Python", Path(sys.executable), [sdist], [], report)
+        tried("source distributions by this Python", Path(sys.executable), [sdist], packages, report)
     else:
-        report.missing.append("sdist built and installed: left out by --no-sources")
-    report.missing.append("crates compiled from their archives: only their contents are checked")
+        report.missing.append("crates and source distributions compiled: left out by --no-sources")
+
+
+def names() -> list[str]:
+    """Names of the Pythons that install wheels."""
+    return [f"python3.{minor}" for minor in range(OLDEST, NEWEST + 1)]
+
+
+def name_of(root: Path) -> str:
+    """The name of the Python of a root."""
+    return f"python{root.name.rpartition('-')[2]}"
 
 
 def tried(name: str, python: Path, first: Sequence[Path], beside: Sequence[Path], report: Report) -> None:
@@ -322,6 +351,51 @@ def tried(name: str, python: Path, first: Sequence[Path], beside: Sequence[Path]
             run(inside, "-m", "pip", "install", "--quiet", "--no-deps", *beside, env=clean)
         said = run(inside, SMOKE, version(), *modules, env=clean, cwd=Path(folder), limit_s=300)
         report.done.append(f"{name}: {' '.join(one.name for one in first)}: {said.strip().splitlines()[-1]}")
+
+
+def check_root(root: Path, wheel: Path, beside: Sequence[Path], report: Report) -> bool:
+    """Tries a wheel in a root of packaging/roots.py; False if nothing here can run programs of the root."""
+    try:
+        inside = roots.enter(root)
+    except OSError as error:
+        report.missing.append(f"{root.name}: {wheel.name}: {error}")
+        return False
+    shutil.rmtree(root / "try", ignore_errors=True)
+    wheels = root / "try" / "wheels"
+    wheels.mkdir(parents=True)
+    fetch_for(root, wheel, wheels)
+    for path in (SMOKE, *beside):
+        shutil.copy2(path, wheels)
+    clean = {"PYTHONPATH": "", "PYTHONHOME": ""}
+    (pip,) = (f"/try/wheels/{path.name}/pip" for path in wheels.glob("pip-*.whl"))
+    run(*inside, "-m", "venv", "--without-pip", "/try/env", env=clean)
+    inside[-1] = "/try/env/bin/python"
+    install = [*inside, pip, "install", "--quiet", "--no-index", "--find-links", "/try/wheels"]
+    run(*install, f"/try/wheels/{wheel.name}", env=clean)
+    run(*install, "--no-deps", *(f"/try/wheels/{one.name}" for one in beside), env=clean)
+    modules = [name for package in beside for name in bills.modules(package)]
+    said = run(*inside, f"/try/wheels/{SMOKE.name}", version(), *modules, env=clean, limit_s=900)
+    report.done.append(f"{root.name}: {wheel.name}: {said.strip().splitlines()[-1]}")
+    return True
+
+
+def root_of(wheel: Path) -> str:
+    """The first part of the names of roots for a wheel, such as ``aarch64-musl-``."""
+    tag = wheel.stem.rpartition("-")[2]
+    return f"{re.sub('^[a-z]+_[0-9]+_[0-9]+_', '', tag)}-{'musl' if 'musl' in tag else 'gnu'}-"
+
+
+def fetch_for(root: Path, wheel: Path, to: Path) -> None:
+    """Fetches pip, and what a wheel requires, for a root, which needs no network and no OpenSSL then."""
+    machine, libc, python = root.name.split("-")
+    tags = [f"{musl.PLATFORM}_{machine}"] if libc == "musl" else [f"manylinux_2_{at}_{machine}" for at in (28, 27, 17)]
+    options = ["--platform", wheel.stem.rpartition("-")[2], "--find-links", str(root.parent / roots.WHEELS)]
+    options += [word for tag in tags for word in ("--platform", tag)]
+    options += [word for abi in (f"cp{python.replace('.', '')}", "abi3", "none") for word in ("--abi", abi)]
+    options += ["--implementation", "cp", "--python-version", python]
+    fetch = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary", ":all:", "--dest", str(to)]
+    run(*fetch, *options, wheel)
+    run(*fetch, "--no-deps", "pip")
 
 
 def refused(python: Path, wheel: Path, report: Report) -> None:
@@ -361,6 +435,9 @@ def check_contents(report: Report) -> None:
         wanted = ["crossrail/py.typed", "crossrail/_native.pyi", "share/man/man1/crossrail.1", ".cyclonedx.json"]
         wanted += [] if "musl" in wheel.name else ["crossrail/libnccl-net-crossrail.so"]
         missing = [one for one in wanted if not any(name.endswith(one) for name in names)]
+        libraries = {name for name in names if name.startswith("crossrail/lib")} - set(wanted)
+        if libraries:
+            raise Failed(f"{wheel.name} has {', '.join(sorted(libraries))}")
         if missing:
             raise Failed(f"{wheel.name} lacks {', '.join(missing)}")
         if "musl" not in wheel.name and (found := unversioned(wheel)):
@@ -368,8 +445,33 @@ def check_contents(report: Report) -> None:
         report.done.append(f"{wheel.name}: {len(names)} files, with types, man page and bill of materials")
 
 
+def check_bills(report: Report) -> None:
+    """Bills of materials meet CycloneDX's schema, and that of Python lists every wheel with its SHA-256."""
+    held = {}
+    for language in ("rust", "python"):
+        text = (DIST / f"crossrail-{version()}-{language}.cdx.json").read_text(encoding="utf-8")
+        held[language] = json.loads(text)
+        if importlib.util.find_spec("cyclonedx") is None:
+            report.missing.append(f"the {language} bill of materials against its schema: no cyclonedx-python-lib here")
+            continue
+        from cyclonedx.schema import SchemaVersion
+        from cyclonedx.validation.json import JsonStrictValidator
+
+        if error := JsonStrictValidator(SchemaVersion.V1_5).validate_str(text):
+            raise Failed(f"the {language} bill of materials: {error}")
+    sums = {one["content"] for part in held["python"]["components"] for one in part.get("hashes", [])}
+    for wheel in DIST.glob("*.whl"):
+        if hashlib.sha256(wheel.read_bytes()).hexdigest() not in sums:
+            raise Failed(f"the Python bill of materials lacks {wheel.name} as it is here")
+    counts = " and ".join(f"{len(bill['components'])} of {language}" for language, bill in held.items())
+    report.done.append(f"bills of materials: {counts}")
+
+
 def check_c_library(report: Report) -> None:
     """Compiles the examples against the archive of this machine alone, and lets both ends meet."""
+    for machine in set(C_MACHINES) - {os.uname().machine}:
+        if (DIST / c_archive(machine)).exists():
+            report.missing.append(f"{c_archive(machine)} tried: it is for another machine")
     name = c_archive(os.uname().machine)
     compilers = [shutil.which(one) for one in ("cc", "c++")]
     if platform.libc_ver()[0] != "glibc" or None in compilers:
@@ -393,7 +495,30 @@ def check_c_library(report: Report) -> None:
         run(compilers[0], C_EXAMPLES / "two_processes.c", "-o", static, f"-I{prefix / 'include'}", *libraries)
         for one, other in ((programs[0], programs[1]), (static, programs[0])):
             said = run_both_ends(one, other)
-    report.done.append(f"{name}: examples in C and C++, linked with each library: {said}")
+        ranks = Path(folder) / "experts"
+        run(compilers[0], C_EXAMPLES / "experts.c", "-o", ranks, *built[4:], "-lcrossrail")
+        run(ranks, limit_s=120)
+    report.done.append(f"{name}: examples in C and C++, linked with each library: {said}; four ranks of experts")
+
+
+def check_crates(report: Report) -> None:
+    """Compiles a program against the archives of the crates, as if they were published, and runs it."""
+    names = crates()
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        for name in names:
+            with tarfile.open(DIST / f"{name}-{version()}.crate") as archive:
+                archive.extractall(root, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+        lines = ["[package]", 'name = "tried"', 'edition = "2024"', "[dependencies]"]
+        lines += [f'{name} = "={version()}"' for name in names]
+        lines += ["[patch.crates-io]", *(f'{name} = {{ path = "{name}-{version()}" }}' for name in names)]
+        (root / "Cargo.toml").write_text("\n".join(lines), encoding="utf-8")
+        (root / "src").mkdir()
+        shutil.copy2(ROOT / "crates" / "engine" / "examples" / "hotpath.rs", root / "src" / "main.rs")
+        shutil.copy2(ROOT / "Cargo.lock", root)
+        target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release-crates"
+        said = run("cargo", "run", "--quiet", "--target-dir", target, "--", "1000", "shm", cwd=root)
+    report.done.append(f"{len(names)} crates: a program compiled from their archives: {said.strip()}")
 
 
 def run_both_ends(listener: Path, connector: Path) -> str:
@@ -439,6 +564,9 @@ def main() -> int:
     parser.add_argument("--beside", type=Path, metavar="DIR", help="archives that other machines have made (make)")
     parser.add_argument("--only", metavar="PYTHON", help="try this Python alone, such as python3.12")
     parser.add_argument("--no-sources", action="store_true", help="do not build from the source distribution")
+    parser.add_argument(
+        "--roots", type=Path, metavar="DIR", help="try other machines' wheels there (packaging/roots.py)"
+    )
     parser.add_argument("--complete", action="store_true", help="fail if something is not done")
     given = parser.parse_args()
     report = Report()
@@ -452,7 +580,8 @@ def main() -> int:
         elif given.what == "c":
             make_c_library(report)
         else:
-            check(report, given.only, not given.no_sources)
+            check(report, given.only, not given.no_sources, given.roots)
+            print("Not part of a check: provenance and the upload, which are release.yml's")
     except Failed as error:
         report.print()
         print(f"error: {error}", file=sys.stderr)

@@ -58,4 +58,4 @@ def test_what_is_built_must_be_complete() -> None:
     assert len(RELEASE["jobs"]["c-library"]["strategy"]["matrix"]["machine"]) == 2
     matrix = RELEASE["jobs"]["check"]["strategy"]["matrix"]
     assert len(matrix["machine"]) == 2
-    assert {"3.10", "3.14", "3.14t"} <= set(matrix["python"])
+    assert {"3.10", "3.14", "3.14t", "3.15"} <= set(matrix["python"])
