@@ -22,11 +22,11 @@ COMMA := ,
 say = @printf '\n== %s\n' "$(1)"
 
 .DELETE_ON_ERROR:
-.PHONY: help build demo wheels clean test lint fmt nightly bench bench-gpu test-gpu \
+.PHONY: help build demo wheels clean check test lint fmt nightly bench bench-gpu test-gpu \
 	lint-rust lint-python check-aarch64 test-rust test-fuzz test-python test-pages pages pins rust \
 	bench-gpu-experts bench-gpu-nccl gpu-pack rust-calculates rust-waits rust-rest \
-	models tsan miri deny engines gevent fuzz fuzz-rust fuzz-python fabric-seeds chaos chaos-ranks chaos-together growth soak simulate \
-	site test-release release release-check install-c c-library memory-c cost-c
+	models tsan miri emulate-many meeting deny engines gevent fuzz fuzz-rust fuzz-python fabric-seeds chaos chaos-ranks chaos-together growth soak simulate \
+	site test-release release release-check release-roots install-c c-library memory-c cost-c
 
 help:
 	@echo "Build and try"
@@ -37,6 +37,7 @@ help:
 	@echo "  make site       the documentation with the reference of Python and Rust, into target/site"
 	@echo "  make clean      remove what was built"
 	@echo "Check"
+	@echo "  make check      what a change touches, in about a minute: SINCE=main"
 	@echo "  make test       everything CI runs: lint, Rust tests, fuzz corpora, Python tests, test bed"
 	@echo "  make lint       format, lints and types; the rules of the layout are those of cargo xtask help"
 	@echo "  make fmt        format Rust and Python"
@@ -103,6 +104,11 @@ demo: build
 # Rust and Python in parallel, so that one compiles while the other waits. Their tests run one after the other, because
 # many measure time, or would wait for a process that starves on two cores. The last line is that of the Python tests.
 NOT_AT_ONCE := flock --close $(CARGO_TARGET_DIR)/.tests
+
+# What the working tree changes beyond SINCE (HEAD), in about a minute. Uses the extension that was built last.
+SINCE ?=
+check: $(TOOLS)
+	@$(BIN)/python tests/check.py $(SINCE)
 
 test: $(TOOLS)
 	@$(PYTHON) tests/side_by_side.py "$(MAKE) lint-rust test-rust" "$(MAKE) lint-python test-python"
@@ -177,6 +183,19 @@ models: rust
 	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=$(CARGO_TARGET_DIR)/loom CARGO_PROFILE_TEST_OPT_LEVEL=2 \
 		cargo test --quiet --locked --package crossrail-locks --package crossrail-shm --package crossrail-transport \
 		--lib models
+
+# Cost of a meeting of 256 and 1,024 ranks, simulated: the store's, and each rank's requests, messages, time and memory.
+meeting:
+	$(call say,meeting: 256 and 1024 ranks)
+	cargo test --quiet --locked --package crossrail-control --lib crowd -- --nocapture
+	cargo test --quiet --locked --package crossrail-ep --lib whatever_their_number -- --nocapture
+	cargo test --quiet --locked --package crossrail-ep-cuda --lib memory_of_many_ranks -- --nocapture
+
+# More ranks than a word has bits; `make test` has the others.
+emulate-many: rust
+	$(call say,emulator: 128 ranks)
+	cargo test --quiet --locked --package crossrail-emulator --test emulated -- --ignored sixteen_nodes
+	cargo test --quiet --locked --package crossrail-ep-cuda --lib -- --ignored sixteen_nodes
 
 # A pinned nightly compiler: the release's has no interpreter. Of the rings, one mapping that both ends share, and the tests
 # that an interpreter finishes in minutes.
@@ -431,7 +450,14 @@ release: build $(VENV)/.release
 
 release-check: release test-release
 	$(call say,release: install each artefact and try it)
-	$(BIN)/python packaging/release.py check $(RELEASE_OPTIONS)
+	$(BIN)/python packaging/release.py check $(if $(wildcard $(RELEASE_ROOTS)),--roots $(RELEASE_ROOTS)) $(RELEASE_OPTIONS)
+
+# Pythons of other versions and machines, in which release-check tries the wheels that are for them.
+RELEASE_ROOTS ?= $(CARGO_TARGET_DIR)/release-roots
+release-roots: $(TOOLS)
+	$(call say,release: roots into $(RELEASE_ROOTS))
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement packaging/requirements-wheels.txt
+	$(BIN)/python packaging/roots.py $(RELEASE_ROOTS)
 
 # Left out of `make test`: Chromium is two dozen packages, more than everything else that the tests install.
 test-pages: build

@@ -115,12 +115,13 @@ def output(name: str, command: Sequence[str | Path], limit_s: float = COMMAND_LI
     return done.stdout
 
 
-def build(package: str, example: str) -> Path:
+def build(package: str, example: str, *features: str) -> Path:
     """Builds an example with the release profile and returns its path. Raises RuntimeError."""
     cargo = shutil.which("cargo")
     if cargo is None:
         raise RuntimeError(f"cargo is not installed; it is needed to build the example {example} of {package}")
     command = [cargo, "build", "--quiet", "--release", "--locked", "--package", package, "--example", example]
+    command += [f"--features={','.join(features)}"] if features else []
     output(f"{example} does not build", command, BUILD_LIMIT_S, cwd=ROOT)
     return Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release" / "examples" / example
 

@@ -50,6 +50,7 @@ IDLE_TOLERANCE = 0.03
 C_TOLERANCE = 0.03
 ENDPOINTS = 1000
 ROWS, ROW = 10_000, 64
+MOVES = 30, 10
 REPEATS = 2
 INSTRUCTIONS = Figures(lambda count: f"{count:,.0f} instructions", digits=3)
 LIMIT_S = 300.0
@@ -95,6 +96,12 @@ def count_rows_from_c(folder: Path, program: Path) -> int:
             return _within(client, [described, str(ROWS), str(ROW), "1"], ["listed", "prepared"], "off")
         finally:
             server.kill()
+
+
+def count_moves(program: Path, function: str) -> float:
+    """Instructions of moving the rows there and back, by either program: both ends in one process, on one thread."""
+    many, few = (_within(program, ["driven", str(ROWS), str(ROW), str(moves)], [function], "off") for moves in MOVES)
+    return (many - few) / (MOVES[0] - MOVES[1])
 
 
 def count_beside(program: Path, transport: str, size: int, idle: int) -> float:
@@ -186,13 +193,18 @@ def count_all(_: Effort, found: Results) -> None:
 
 
 def compared_with_c(folder: Path, round_trip: float) -> tuple[dict[str, float], list[Outcome]]:
-    """Instructions of a round trip and of preparing rows, in C and in Rust; ``round_trip`` is Rust's."""
+    """Instructions of a round trip (Rust's: ``round_trip``), and of rows prepared and moved, in C and in Rust."""
     program = build("crossrail", "rows")
-    rust = {"shm": round_trip, "rows": float(count_rows(program))}
-    from_c = {"shm": count_from_c(folder), "rows": float(count_rows_from_c(folder, program))}
-    works = {"shm": "shm, 8 B round trip, from C", "rows": f"{ROWS:,} rows listed and prepared, from C"}
-    outcomes = [_beside(works[name], from_c[name], rust[name], C_TOLERANCE, "Rust's") for name in works]
-    return from_c, outcomes
+    rust = {"shm": round_trip, "rows": float(count_rows(program)), "moves": count_moves(program, "rows::moved*")}
+    in_c = {"shm": count_from_c(folder), "rows": float(count_rows_from_c(folder, program))}
+    in_c["moves"] = count_moves(from_c(folder, "rows"), "moved")
+    works = {
+        "shm": "shm, 8 B round trip, from C",
+        "rows": f"{ROWS:,} rows listed and prepared, from C",
+        "moves": f"{ROWS:,} rows written and read, from C",
+    }
+    outcomes = [_beside(works[name], in_c[name], rust[name], C_TOLERANCE, "Rust's") for name in works]
+    return in_c, outcomes
 
 
 def _beside(work: str, figure: float, other: float, tolerance: float, what: str) -> Outcome:

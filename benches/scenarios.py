@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import checksums
+import fabric
 import groups
 import instructions
 import messages
@@ -22,6 +23,12 @@ SCENARIOS = (
     Scenario("tcp-latency", "TCP over loopback, 8 B latency against UCX", "<= 1 x ucx", messages.tcp_latency),
     Scenario("ucx-tcp", "a lane over UCX's tcp against UCX", "<= 1.15, >= 0.95 x ucx", messages.ucx_tcp),
     Scenario("ucx-memory", "a lane over UCX's posix, sysv, cma", "<= 1.15, >= 0.95 x ucx", messages.ucx_memory),
+    Scenario(
+        "fabric",
+        "lanes and one-sided writes over libfabric against a bare loop of its calls",
+        "<= 1.15, >= 0.95 x bare, rows >= 3 x nixl",
+        fabric.beside_bare,
+    ),
     Scenario("checksums", "a lane over TCP with checksums, beside one without", "shown", checksums.cost),
     Scenario("pairs", "eight pairs of processes at once, against one pair", ">= 0.9 x one pair", messages.pairs),
     Scenario("rails-equal", "four equal rails against four iperf3 at once", ">= 0.95 x iperf3", rails.equal),

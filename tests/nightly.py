@@ -49,15 +49,15 @@ class Part:
 
 
 PARTS = (
-    Part("deny", "licenses, sources, duplicates and advisories of packages", 600),
-    Part("models", "locks and shared memory in every order that the memory model allows", 300),
-    Part("miri", "the protocol and rings in an interpreter that finds undefined behaviour", 600),
-    Part("tsan", "data races between threads", 2000),
+    Part("deny", "licenses, sources, duplicates and advisories of packages", 550),
+    Part("models", "locks and shared memory in every order that the memory model allows", 150),
+    Part("miri", "the protocol and rings in an interpreter that finds undefined behaviour", 450),
+    Part("tsan", "data races between threads", 1700),
     Part("fuzz", "a stranger's bytes", 1100, {"FUZZ_SECONDS": 600}, "FUZZ_SEED"),
     Part(
         "fabric-seeds",
         "one-sided writes over a libfabric that does its worst",
-        400,
+        900,
         {"FABRIC_SEEDS": 10000},
         "FABRIC_SEED",
     ),
@@ -70,11 +70,12 @@ PARTS = (
         {"CHAOS_SECONDS": 20},
         "CHAOS_SEED",
     ),
+    Part("emulate-many", "experts of 128 ranks on emulated GPUs", 700),
     Part("memory-c", "the C library under valgrind and sanitizers", 900),
-    Part("cost-c", "instructions that C adds to a round trip and to rows", 600),
+    Part("cost-c", "instructions that C adds to a round trip and to rows", 450),
     Part("growth", "memory after thousands of cycles of everything", 1200, {"GROWTH_SECONDS": 120}),
-    Part("test-pages", "pages in a browser", 400),
-    Part("engines", "vLLM's and SGLang's own connections over the modules nixl and mooncake", 300),
+    Part("test-pages", "pages in a browser", 200),
+    Part("engines", "vLLM's and SGLang's own connections over the modules nixl and mooncake", 100),
     Part("gevent", "processes whose blocking calls gevent has replaced", 100),
 )
 

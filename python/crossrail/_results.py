@@ -229,6 +229,35 @@ class ProxyReport:
 
 
 @dataclass(frozen=True)
+class LinkBytes:
+    """Bytes of rows and scales that an operation moved at one rank, by link.
+
+    Rows that the rank forwards to others of its node are counted where they arrive and
+    where they leave.
+
+    Attributes
+    ----------
+    nvlink_out, nvlink_in : int
+        To and from ranks whose GPU memory is mapped.
+    network_out, network_in : int
+        To and from ranks on other nodes.
+    """
+
+    nvlink_out: int
+    nvlink_in: int
+    network_out: int
+    network_in: int
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of a `dispatch`, and of a `combine` with its handle, by link. Made by `ExpertBuffer.traffic`."""
+
+    dispatch: LinkBytes
+    combine: LinkBytes
+
+
+@dataclass(frozen=True)
 class Link:
     """How a connected rank is reached.
 
@@ -247,6 +276,9 @@ class Link:
         each with the reason.
     proxy : ProxyReport or None
         GPU only: what the buffer's threads have done for a rank on another node.
+    gateway : int or None
+        With ``send="node"``, for a rank on another node: the rank there that receives
+        this rank's rows for it, and forwards them over NVLink.
     """
 
     rank: int
@@ -255,6 +287,7 @@ class Link:
     lanes: list[LaneReport]
     missed: list[tuple[str, str]] = field(default_factory=list)
     proxy: ProxyReport | None = None
+    gateway: int | None = None
 
 
 def link_of(found: dict[str, Any]) -> Link:

@@ -21,10 +21,12 @@ from crossrail._results import (
     Fault,
     Layout,
     Link,
+    LinkBytes,
     Pending,
     Plan,
     ProxyRail,
     ProxyReport,
+    Traffic,
     link_of,
 )
 from crossrail.group import Group
@@ -42,16 +44,27 @@ __all__ = [
     "Fault",
     "Handle",
     "Link",
+    "LinkBytes",
     "Pending",
     "Plan",
     "ProxyRail",
     "ProxyReport",
+    "Traffic",
 ]
 
 Wire: TypeAlias = Literal["bf16", "logfmt10", "fp8"]
 """Wire formats of combine rows."""
 Rows: TypeAlias = npt.NDArray[Any] | SupportsDLPack | SupportsCudaArrayInterface
 """An array, or a tensor that exports its memory: host memory through DLPack, GPU memory also by the CUDA interface."""
+
+
+def _per_node(operation: str, send: str, node_ranks: int | None) -> int | None:
+    """Ranks of each node if the caller names them, for an operation that takes `send`. Raises UsageError."""
+    if send not in ("rank", "node", "auto"):
+        raise wrong(operation, f"send is {send!r}, not 'rank', 'node' or 'auto'")
+    if node_ranks is not None and send == "rank":
+        raise wrong(operation, "node_ranks is for send='node' and 'auto'")
+    return None if node_ranks is None else number("node_ranks", node_ranks, operation)
 
 
 class ExpertBuffer:
@@ -84,7 +97,7 @@ class ExpertBuffer:
         ``"cpu"``, or the GPU that has all memory of the buffer (``"cuda"``,
         ``"cuda:1"``, its number). Its kernels write directly into the memory of the
         other ranks' GPUs; rows for a GPU out of reach are carried by the host over
-        network lanes. At most 64 ranks.
+        network lanes. At most 1,024 ranks.
     ranks : int, optional
         Maximum number of ranks; `Group.size` by default.
     scale : {"f32", "power2", "ue8m0"}
@@ -121,14 +134,15 @@ class ExpertBuffer:
         GPU, rank layout: whether ranks may connect whose memory this GPU cannot map,
         as on other nodes; by default, whether the group has any. The same on all
         ranks.
-    send : {"rank", "node"}
+    send : {"rank", "node", "auto"}
         GPU: how often a row crosses the network: once for each rank that has one of
         its experts, or once for each node, where one rank forwards it over NVLink and
-        returns one sum. "node" is for the expert layout with `prereduce`, and for
-        combines in bf16; sums are rounded to bf16 once more, per node. The same on all
-        ranks.
+        returns one sum. "node" needs `prereduce` in the expert layout, and combines in
+        bf16; the sum of each node's ranks, in order, is rounded to bf16. "auto" is
+        "node" where the network's time that it saves is more than the second hop takes,
+        so not for few tokens; see `explain`. The same on all ranks.
     node_ranks : int, optional
-        For ``send="node"``: ranks of each node, whose numbers are adjacent; those of
+        For ``send="node"`` and "auto": ranks of each node, whose numbers are adjacent; those of
         the group's nodes by default, for which all ranks must have joined.
     variants : bool
         GPU, expert layout: take as much memory as any `dispatch_dtype` and `topk`
@@ -183,7 +197,7 @@ class ExpertBuffer:
         node: int | None = None,
         between_nodes: bool | None = None,
         variants: bool = False,
-        send: Literal["rank", "node"] = "rank",
+        send: Literal["rank", "node", "auto"] = "rank",
         node_ranks: int | None = None,
     ) -> None:
         if not isinstance(group, Group):
@@ -201,10 +215,7 @@ class ExpertBuffer:
         self._operations: HostOperations | DeviceOperations
         ordinal = device_ordinal(device)
         sms = None if num_sms is None else number("num_sms", num_sms)
-        if send not in ("rank", "node"):
-            raise wrong("ExpertBuffer", f"send is {send!r}, not 'rank' or 'node'")
-        if node_ranks is not None and send == "rank":
-            raise wrong("ExpertBuffer", "node_ranks is for send='node'")
+        per_node = _per_node("ExpertBuffer", send, node_ranks)
         if ordinal is None:
             for option, value in (
                 ("num_sms", sms),
@@ -220,8 +231,7 @@ class ExpertBuffer:
         else:
             where = (ordinal, sms, number("regions", regions), None if node is None else number("node", node))
             far = None if between_nodes is None else bool(between_nodes)
-            per_node = None if node_ranks is None else number("node_ranks", node_ranks)
-            options = (*where, far, bool(variants), send == "node", per_node)
+            options = (*where, far, bool(variants), send, per_node)
             on_gpu = _native.DeviceBuffer(group.context, group._native, name, parameters, *options)
             self._buffer, self._operations = on_gpu, DeviceOperations(on_gpu, self._sizes, group.context)
         self._native: Any = self._buffer  # for the measuring loops
@@ -250,6 +260,8 @@ class ExpertBuffer:
         local_ranks: int | None = None,
         device: Any = "cpu",
         regions: int = 2,
+        send: Literal["rank", "node", "auto"] = "rank",
+        node_ranks: int | None = None,
     ) -> Plan:
         """Compute the memory that a buffer of these sizes takes on each rank.
 
@@ -259,10 +271,12 @@ class ExpertBuffer:
         ----------
         max_tokens_per_rank, hidden, num_experts, topk, ranks, dispatch_dtype
             As for `ExpertBuffer`, as are `scale`, `layouts`, `prereduce`,
-            `share_node`, `device` and `regions`.
+            `share_node`, `device`, `regions` and `send`.
         network_ranks : int, optional
             Number of other ranks on other nodes, or out of the GPU's reach. By
             default none, or all others if `share_node` is False.
+        node_ranks : int, optional
+            Ranks of each node, for ``send="node"`` and "auto", which need it.
 
         Returns
         -------
@@ -279,7 +293,12 @@ class ExpertBuffer:
         numbers |= {"topk": topk, "ranks": ranks}
         parameters = _calls.parameters_of(numbers, dispatch_dtype, scale, layouts, 0.0)
         parameters["prereduce"] = bool(prereduce)
-        if network_ranks is None:
+        per_node = _per_node("plan", send, node_ranks)
+        if send != "rank" and (per_node is None or device_ordinal(device) is None):
+            raise wrong("plan", f"send={send!r} is for a GPU, and needs node_ranks")
+        if per_node is not None:
+            network_ranks = max(parameters["ranks"] - per_node, 0)
+        elif network_ranks is None:
             network_ranks = 0 if share_node else max(parameters["ranks"] - 1, 0)
         others = number("network_ranks", network_ranks)
         if (ordinal := device_ordinal(device)) is None:
@@ -287,7 +306,7 @@ class ExpertBuffer:
                 max(parameters["ranks"] - others, 1) if local_ranks is None else number("local_ranks", local_ranks)
             )
             return Plan(**_native.expert_plan(parameters, others, sharing))
-        return Plan(**_native.device_plan(parameters, ordinal, number("regions", regions), others))
+        return Plan(**_native.device_plan(parameters, ordinal, number("regions", regions), others, send, per_node))
 
     def variant(
         self,
@@ -637,6 +656,29 @@ class ExpertBuffer:
     def links(self) -> list[Link]:
         """How each connected rank is reached, in order of ranks."""
         return [link_of(link) for link in self._buffer.links()]
+
+    def explain(self) -> str:
+        """One line: how often a row crosses the network, and why (see `send`)."""
+        if not isinstance(self._buffer, _native.DeviceBuffer):
+            return "rows go once to each rank: buffers on the host send no others"
+        node, why = self._buffer.sending
+        where = "rank" if node is None else f"node of {node} ranks"
+        return f"rows go once to each {where}: {why}"
+
+    def traffic(self, handle: Handle) -> Traffic:
+        """Bytes that the dispatch of `handle` moved at this rank by link, and that a combine with it moves.
+
+        Waits for the dispatch and reads its routing from the GPU: for reports, not for
+        every step.
+
+        Raises UsageError on the host, where results have `bytes`, and for a handle of another buffer.
+        """
+        if not isinstance(self._buffer, _native.DeviceBuffer):
+            raise wrong("traffic", "the buffer is on the host", "results there have `bytes`")
+        if not isinstance(handle, _native.DeviceHandle):
+            raise wrong("traffic", f"handle is {kind(handle)}, not the handle of a dispatch on a GPU")
+        found = self._buffer.traffic(handle)
+        return Traffic(**{operation: LinkBytes(**links) for operation, links in found.items()})
 
     def sync(self) -> None:
         """Wait until every connected, unmasked rank has called this (a barrier).

@@ -419,17 +419,19 @@ class OperationBytes(TypedDict):
 
 
 class DeviceEpPlace(TypedDict):
-    """The GPU of such a measurement, and whether dispatch is given fp8 rows (`cast_before`) or casts them."""
+    """The GPU of such a measurement, whether dispatch is given fp8 rows (`cast_before`), and `send`."""
 
     ordinal: int
     num_sms: int | None
     cast_before: bool
+    send: str
 
 
 class DeviceEpFacts(TypedDict):
-    """The buffer of such a measurement, the link to each rank (`self`, `heap` or `network`), and bytes by rail."""
+    """The buffer of such a measurement, the link to each rank (`self`, `heap`, `network`), bytes by rail, `send`."""
 
     heap_bytes: int
     num_sms: int
     links: list[str]
     rails: dict[str, int]
+    send: str

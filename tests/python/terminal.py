@@ -51,6 +51,10 @@ class Terminal:
         self.process.wait(30)
         os.close(self._screen)
 
+    def close(self) -> None:
+        """Closes the terminal, as a lost connection does; the command is not killed."""
+        os.close(self._screen)
+
     def press(self, key: str) -> None:
         """Types a key; ``\\x03`` is Ctrl-C."""
         os.write(self._screen, key.encode())

@@ -138,18 +138,77 @@ def test_what_is_wrong_is_refused(both: Both) -> None:
         (np.array([-1]), [0]),
         (np.array([2**32]), [0]),
         (np.zeros((1, 1), int), [0]),
-        (np.zeros(1), [0]),
         (np.zeros(1, np.int16), [0]),
-        ("a", [0]),
         (np.arange(8)[::2], np.arange(4)),
     ):
         with pytest.raises(crossrail.UsageError):
             pair.to_b.prepare("write", *lists, *index)  # type: ignore[arg-type]
+    for wrong, where in (
+        ([0, "x"], r"\[1\]: 'str' object"),
+        ((1.5,), r"\[0\]: 'float' object"),
+        ("ab", r"\[0\]: 'str' object"),
+        (np.zeros(1), ": its items are not integers"),
+        (np.array(["x"]), ": its items are not integers"),
+        (5, ": 'int' object is not iterable"),
+    ):
+        for name in ("local_index", "remote_index"):
+            with pytest.raises(TypeError, match=f"^prepare: {name}{where}"):
+                pair.to_b.prepare("write", *lists, **{name: wrong})  # type: ignore[arg-type]
+    for number in (-1, 2**32, 2**70):
+        with pytest.raises(crossrail.UsageError, match=rf"remote_index\[1\]: {number} is not an unsigned number of 32"):
+            pair.to_b.prepare("write", *lists, None, [0, number])
+    with pytest.raises(crossrail.UsageError, match=r"remote_index\[1\]: -1 is not"):
+        pair.to_b.prepare("write", *lists, None, np.array([0, -1]))
+    for malformed, where in (
+        ([(both.region_a, 0, 8), (both.region_a, "x", 8)], r"rows\[1\]\[1\]: 'str' object"),
+        ([(both.region_a, 0, 8.5)], r"rows\[0\]\[2\]: 'float' object"),
+        (5, "rows: 'int' object is not iterable"),
+    ):
+        with pytest.raises(TypeError, match=f"^layout: {where}"):
+            pair.a.layout(malformed)  # type: ignore[arg-type]
     with pytest.raises(crossrail.UsageError, match="no operation"):
         pair.to_b.prepare("swap", *lists)
     for data in (b"", b"x" * 100, pair.b.describe([both.region_b])[:-1]):
         with pytest.raises(crossrail.UsageError):
             crossrail.Description(data)
+
+
+@pytest.mark.parametrize("op", ["write", "read"])
+def test_rows_of_no_bytes_move_nothing(both: Both, op: str) -> None:
+    pair = both.pair
+    source, target = (both.a, both.b) if op == "write" else (both.b, both.a)
+    # Wherever they are: an array without items often has no address.
+    nowhere = np.array([[0, 0, 0], [7, 0, 0]], np.uint64)
+    local = pair.a.layout(np.concatenate([nowhere, rows_of(both.a), nowhere]), [both.region_a])
+    remote = pair.to_b.layout(np.concatenate([nowhere, rows_of(both.b), nowhere]), both.description)
+    assert (local.rows, local.nbytes) == (PAGES + 4, both.a.nbytes)
+    expected = target.copy().reshape(-1, PAGE)
+    expected[5], expected[0] = source.reshape(-1, PAGE)[3], source.reshape(-1, PAGE)[9]
+    move = pair.to_b.prepare(
+        op, local, remote, *([1, 5, 0, 11, PAGES + 3], [0, 7, 1, 2, PAGES + 2])[:: 1 if op == "write" else -1]
+    )
+    assert (move.rows, move.nbytes, move.runs) == (5, 2 * PAGE, 2)
+    assert move.start(notice=b"some").wait(20).bytes == 2 * PAGE
+    assert np.array_equal(target, expected.ravel())
+    pair.to_b.prepare(op, local, remote).start(notice=b"all").wait(20)
+    assert np.array_equal(both.a, both.b)
+    none = pair.to_b.prepare(op, local, remote, [1, 0], [0, 1])
+    assert (none.rows, none.nbytes, none.runs) == (2, 0, 0)
+    for rows in (None, range(1, 2)):
+        assert none.start(rows=rows, notice=b"none").wait(20).bytes == 0
+        assert none.start().wait(20).bytes == 0
+    assert move.start(rows=range(2, 3), notice=b"one").wait(20).bytes == 0
+    assert both.notices(5) == [("a", notice) for notice in (b"some", b"all", b"none", b"none", b"one")]
+    tuples = pair.a.layout([(both.region_a, 1 << 60, 0), (both.region_a, 0, 0, 8, 3)])
+    assert (tuples.rows, tuples.nbytes) == (4, 0)
+    pair.to_b.prepare(op, tuples, pair.to_b.layout([(both.region_b.key(), 0, 0, 0, 4)])).start().wait(20)
+    with pytest.raises(crossrail.UsageError, match="equally long"):
+        pair.to_b.prepare(op, local, remote, [0], [2])
+    if op == "write":
+        counted = pair.to_b.prepare(op, local, remote, [0], [0], imm=7)
+        counted.start().wait(20)
+        counted.start().wait(20)
+    assert np.array_equal(both.a, both.b)
 
 
 def test_descriptions(both: Both) -> None:

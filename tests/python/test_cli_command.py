@@ -119,7 +119,12 @@ def long_run() -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A bench with both ends here, for ever as good as; and the pid of its second process, once both talk."""
     command = [*COMMAND, "bench", "latency", "--size=8", "--iters=2000000000"]
     with subprocess.Popen(
-        command, env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     ) as process:
         try:
             deadline = time.monotonic() + 90
@@ -594,6 +599,16 @@ def test_the_second_process_never_outlives_the_first(number: int) -> None:
         assert gone(other)
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_what_the_second_process_said_of_a_signal_to_both_is_not_shown(number: int, code: int) -> None:
+    # As of `timeout` or a batch system, which signal all processes of a job.
+    with long_run() as (process, _):
+        os.killpg(process.pid, number)
+        _, stderr = process.communicate(timeout=30)
+        assert process.returncode == code
+        assert stderr.count("crossrail: error:") == 1 and "the other end" not in stderr, stderr
+
+
 def test_the_death_of_the_second_process_is_one_line() -> None:
     with long_run() as (process, other):
         os.kill(other, signal.SIGKILL)
@@ -634,3 +649,36 @@ def test_a_run_that_pins_both_ends_says_so(tmp_path: Path) -> None:
     done = run("bench", "latency", *QUICK, f"--json={path}")
     assert f"processors: ends pinned to {allowed[0]}, {allowed[1]}" in done.stdout
     assert Report.loads(path.read_text()).environment.cores_allowed == allowed
+
+
+def test_a_full_stderr_costs_no_result() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*COMMAND, "doctor", "--only=descriptors"],
+            env=clean_environment(),
+            stdout=subprocess.PIPE,
+            stderr=full,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 0 and "descriptors" in done.stdout
+
+
+@pytest.mark.parametrize("option", ["--preset", "--nodes", "--tokens"])
+def test_two_hyphens_are_no_value(option: str) -> None:
+    one_error(run("bench", "ep", f"{option}=--"), 2, option, "expected one argument")
+
+
+@pytest.mark.parametrize("arguments", [("info",), ("doctor", "--only=descriptors"), ("bench", "latency", *QUICK)])
+def test_json_is_written_though_stdout_is_full_or_closed(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    for place, command in enumerate(('"$@" >/dev/full', '"$@" | true')):
+        path = tmp_path / f"{place}.json"
+        subprocess.run(
+            ["sh", "-c", command, "sh", *COMMAND, *arguments, f"--json={path}"],
+            env=clean_environment(),
+            stderr=subprocess.PIPE,
+            timeout=60,
+            check=False,
+        )
+        assert json.loads(path.read_text())["environment"]

@@ -19,6 +19,7 @@ from leftovers import no_files_left
 from test_cli_command import COMMAND, children, clean_environment, one_error
 from test_cli_command import rows_of as bench_rows
 from test_cli_command import run as command
+from test_fabric_lanes import fabric_or_skip
 
 from crossrail_tools.report.schema import Report
 
@@ -61,6 +62,19 @@ def test_bytes_are_counted_three_ways() -> None:
     assert dispatch.nodes == 2
     assert dispatch.transport == "tcp"
     assert sum(lane.bytes for lane in dispatch.lanes) >= row // 2
+
+
+@pytest.mark.parametrize("provider", ["tcp", "shm"])
+def test_experts_over_libfabric_verify_and_count_their_bytes(provider: str) -> None:
+    tls = fabric_or_skip(provider)
+    same = ("--routing=one", "--topk=1", "--dtype=bf16", "--backend=none")
+    for row in rows_of("--mode=dispatch,combine", f"--transport={tls}", *same):
+        assert (row.transport, row.verified, row.links) == ("fabric", True, {"self": 2, "network": 2})
+        # Every token goes to rank 0, so that one rank's rows are the network's bytes.
+        assert row.bytes_network == 16 * 2 * 256 // 2
+        (rail,) = row.lanes
+        assert rail.name.startswith("fabric/lo(") and provider in rail.name
+        assert rail.bytes >= row.bytes_network
 
 
 def test_bytes_per_rail_are_those_of_the_timed_iterations() -> None:
@@ -197,7 +211,12 @@ def test_a_killed_rank_ends_the_run_and_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("by", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+    ("by", "code", "word"),
+    [
+        (signal.SIGINT, 130, "interrupted"),
+        (signal.SIGTERM, 143, "terminated"),
+        (signal.SIGHUP, 129, "the terminal was closed"),
+    ],
 )
 def test_a_signal_ends_every_rank_at_once(by: signal.Signals, code: int, word: str) -> None:
     with running() as process:
@@ -211,9 +230,11 @@ def test_a_signal_ends_every_rank_at_once(by: signal.Signals, code: int, word: s
         assert gone(ranks)
 
 
-@pytest.mark.parametrize("pair", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGTERM)])
+@pytest.mark.parametrize(
+    "pair", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGTERM), (signal.SIGHUP, signal.SIGHUP)]
+)
 def test_two_signals_at_once_are_one(pair: tuple[signal.Signals, signal.Signals]) -> None:
-    code = {signal.SIGINT: 130, signal.SIGTERM: 143}
+    code = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
     with no_files_left(), running() as process:
         ranks = children(process.pid)
         for by in pair:
@@ -222,7 +243,7 @@ def test_two_signals_at_once_are_one(pair: tuple[signal.Signals, signal.Signals]
         _, said = process.communicate(timeout=30)
         assert process.returncode in {code[by] for by in pair}
         first, *others = said.splitlines()
-        assert re.fullmatch("crossrail: error: (interrupted|terminated)", first), said
+        assert re.fullmatch("crossrail: error: (interrupted|terminated|the terminal was closed)", first), said
         partial = "crossrail: (nothing was measured yet|what follows was measured until then; .*)"
         assert len(others) == 1 and re.fullmatch(partial, others[0]), said
         assert gone(ranks)

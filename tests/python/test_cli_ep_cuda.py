@@ -57,6 +57,18 @@ def test_a_sweep_changes_one_number_after_the_other() -> None:
     assert found == [(1, 2, "fp8"), (16, 2, "fp8"), (16, 1, "fp8"), (16, 4, "fp8"), (16, 2, "bf16")]
 
 
+def test_rows_cross_the_network_as_often_as_send_asks() -> None:
+    found = rows_of("--mode=dispatch", "--sweep=send=rank,node,auto")
+    assert [row.send for row in found] == ["rank", "node", "rank"], "what the buffer has chosen"
+    alone = rows_of("--mode=dispatch", "--send=node", "--backend=none")
+    assert [row.send for row in alone] == ["rank"], "no rank forwards where ranks share no memory"
+    done = run("--mode=dispatch", "--send=node")
+    assert done.returncode == 0, done.stderr
+    assert "once per node" in done.stdout + done.stderr, done
+    one_error(run("--sweep=send=once"), 2, "a way to send; known: rank, node, auto")
+    one_error(command("bench", "ep", "--send=node"), 2, "--send and --sweep need --device cuda")
+
+
 def test_a_wrong_bit_of_one_rank_is_found_before_anything_is_timed() -> None:
     one_error(run("--json=-", FAKE_FLAW="1"), 1, "rank 1", "did not verify before anything was measured", "element 0")
 

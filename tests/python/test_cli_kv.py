@@ -12,6 +12,7 @@ import pytest
 from test_cli_command import one_error
 from test_cli_command import rows_of as bench_rows
 from test_cli_command import run as command
+from test_fabric_lanes import fabric_or_skip
 
 import crossrail
 from crossrail_tools.cli import kv_ends
@@ -69,8 +70,10 @@ def test_the_preset_counts_as_collectivex_does(page: int, tokens: int, rows: int
     assert work.size == pytest.approx(size, rel=0.005)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "fabric:tcp"])
 def test_every_row_is_verified(transport: str) -> None:
+    if transport.startswith("fabric:"):
+        fabric_or_skip(transport.removeprefix("fabric:"))
     rows = rows_of("--row=576,2304", "--rows=50", "--bulk", "--notice", f"--transport={transport}")
     works = [row for row in rows if row.what == "kv"]
     assert len(works) == 8 and all(row.verified and row.transport == transport for row in works)
@@ -137,6 +140,8 @@ def test_no_peer_is_a_mistake_of_the_user(peer: str, whose: str) -> None:
         ("--preset=dsv4", "--page=3"),
         ("--rows=0",),
         ("--transport=cuda_ipc",),
+        ("--transport=carrier-pigeon",),
+        ("--transport=fabric:tcp,tcp",),
         ("--device=cuda", "--transport=shm"),
         ("--device=cpu",),
         ("--device=cuda:0,cuda:1,cuda:2",),

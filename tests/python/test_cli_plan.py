@@ -73,8 +73,9 @@ def test_json_has_links_apart_and_both_phases() -> None:
     assert one["memory"]["total"] == pytest.approx(sum(one["memory"][kind] for kind in ("weights", "heap", "results")))
 
 
-def test_json_goes_to_stdout_and_tables_to_stderr() -> None:
-    done = run("plan", "--ep", "8", "--phase", "decode", "--json", "-")
+@pytest.mark.parametrize("stdout", ["-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"])
+def test_json_goes_to_stdout_and_tables_to_stderr(stdout: str) -> None:
+    done = run("plan", "--ep", "8", "--phase", "decode", "--json", stdout)
     assert done.returncode == 0
     assert json.loads(done.stdout)["rows"][0]["ranks"] == 8
     assert "bound by" in done.stderr

@@ -31,7 +31,7 @@ def store(*options: str, settings: Mapping[str, str] | None = None) -> Iterator[
             process.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_it_prints_its_address_serves_and_ends_by_a_signal(number: int) -> None:
     with store("--listen=127.0.0.1:0") as (process, address):
         assert address.startswith("tcp://127.0.0.1:")

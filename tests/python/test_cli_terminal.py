@@ -248,3 +248,29 @@ def test_a_character_that_two_reads_bring_is_one() -> None:
         terminal.read_until("a")
         terminal.press("x")
         assert terminal.read_until("end").endswith("a\N{BOX DRAWINGS LIGHT HORIZONTAL} end")
+
+
+def test_a_terminal_that_is_closed_costs_nothing_that_was_measured(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    command = [
+        sys.executable,
+        "-m",
+        "crossrail",
+        "bench",
+        "p2p",
+        "--size=1M",
+        "--transport=tcp",
+        "--verify=none",
+        ENDLESS,
+        f"--json={path}",
+    ]
+    terminal = Terminal(command, 120)
+    try:
+        terminal.read_until(r"[1-9][0-9]*/2000000003")
+        terminal.close()
+        assert terminal.process.wait(30) == 129
+    finally:
+        terminal.process.kill()
+        terminal.process.wait(30)
+    report = Report.loads(path.read_text())
+    assert report.partial and report.rows[0].iterations

@@ -431,6 +431,23 @@ def test_proxies_of_expert_buffers_have_rows_by_rank_and_thread() -> None:
     assert rates == [1e9, 200.0]
 
 
+def test_bytes_by_link_are_those_of_the_last_operation_that_was_counted() -> None:
+    def row(operation: str, counted: int, *links: int) -> dict[str, object]:
+        names = ("counted", "nvlink_out_bytes", "nvlink_in_bytes", "network_out_bytes", "network_in_bytes")
+        values = dict(zip(names, (counted, *links), strict=True))
+        about = {"kind": "exchange", "owner": 1, "name": "moe", "peer": operation, "age_s": 9.0}
+        return {**about, "wait": None, "values": values}
+
+    made = [row("dispatch", 4, 3_000_000, 2_000_000, 1_000_000, 500_000), row("combine", 4, 40, 30, 20, 10)]
+    now = Snapshot(1.0, [Process("host:1", {"rows": made, "dropped": 0})])
+    out = io.StringIO()
+    Console(file=out, width=200).print(rendered(now, now))
+    lines = out.getvalue().splitlines()
+    found = [line.split() for line in lines[lines.index("bytes by link") + 3 :][:2]]
+    assert [line[1:3] for line in found] == [["moe", "combine"], ["moe", "dispatch"]]
+    assert found[1][-1] == "4" and found[0][3:] == ["40", "B", "30", "B", "20", "B", "10", "B", "4"], found
+
+
 def test_a_busy_expert_job_is_not_idle_and_programs_have_names() -> None:
     def rank(number: int, dispatches: int, command: str) -> Process:
         counts = dict.fromkeys(("masked", "lost"), 0) | {"connected": 2, "rank": number, "ranks": 2}

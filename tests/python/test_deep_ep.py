@@ -136,8 +136,8 @@ def test_num_sms() -> None:
                 deep_ep.Buffer.set_num_sms(wrong)  # type: ignore[arg-type]
     finally:
         deep_ep.Buffer.set_num_sms(before)
-    with pytest.raises(UsageError, match="65 ranks"):
-        deep_ep.Buffer.get_dispatch_config(65)
+    with pytest.raises(UsageError, match="1025 ranks"):
+        deep_ep.Buffer.get_dispatch_config(1025)
 
 
 def test_the_hint_of_low_latency_mode() -> None:

@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import driver_libraries
 import pytest
 from driver_calls import PAIRS
 
 HERE = Path(__file__).parent
-LAYOUT = HERE.parents[1] / "crates/kernels/csrc"
 LIMIT_S = 120.0
 
 
@@ -26,9 +26,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if compiler is None:
         pytest.skip("there is no C compiler")
     folder = tmp_path_factory.mktemp("driver")
-    for library, *sources in (("libcuda.so.1", "cuda.c", "offsets.cpp"), ("libnvrtc.so.13", "nvrtc.c")):
-        options = ["-shared", "-fPIC", f"-Wl,-soname,{library}", "-I", LAYOUT, "-o", folder / library]
-        subprocess.run([compiler, *options, *(HERE / "driver" / source for source in sources)], check=True)
+    driver_libraries.make(compiler, folder)
     return folder
 
 
@@ -67,6 +65,14 @@ def test_wrong_calls_are_refused_before_anything_is_enqueued(driver: Path) -> No
         "alignment": "expert_alignment is 0",
         "handle": "2 tokens where the handle is of 3",
     }
+
+
+def test_sync_counts_bytes_by_link_at_most_once_a_second(
+    driver: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CROSSRAIL_PAGES", str(tmp_path))
+    once = {"dispatch": 1, "combine": 1}
+    assert told(driver, "driver_links.py") == [{}, {}, once, once]
 
 
 def test_outputs_are_made_while_the_host_waits(driver: Path) -> None:

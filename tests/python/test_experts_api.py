@@ -297,7 +297,7 @@ def test_a_handle_is_good_for_its_own_buffer_only(alone: Callable[..., crossrail
         ({"num_sms": 8}, crossrail.UsageError, "num_sms is for buffers on a GPU"),
         ({"node": 1}, crossrail.UsageError, "node is for buffers on a GPU"),
         ({"send": "node"}, crossrail.UsageError, "send is for buffers on a GPU"),
-        ({"send": "expert"}, crossrail.UsageError, "send is 'expert', not 'rank' or 'node'"),
+        ({"send": "expert"}, crossrail.UsageError, "send is 'expert', not 'rank', 'node' or 'auto'"),
         ({"node_ranks": 8}, crossrail.UsageError, "node_ranks is for send='node'"),
         ({"topk": -1}, crossrail.UsageError, "topk -1 is not from 0"),
         ({"hidden": 128.0}, crossrail.UsageError, "hidden is a float, not an integer"),

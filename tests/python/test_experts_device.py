@@ -359,11 +359,14 @@ def test_a_gpu_has_no_inboxes_of_ranks_on_other_nodes(layout: Any) -> None:
 
     near = plan(16)
     rows = "dispatched rows"
-    # As much as its node's ranks take, whose number of experts is what differs.
-    assert plan(16, 8).bytes[rows] * 2 == near.bytes[rows] == 2 * plan(8).bytes[rows]
-    assert plan(16, 8).bytes["returned rows"] * 2 == near.bytes["returned rows"]
-    inbox = (near.total - plan(16, 8).total) / 8
-    assert plan(16, 15).total == near.total - 15 * inbox
+    # As much as its node's ranks take, whose number of experts is what differs; and a line for each flag instead of 8
+    # bytes, two for each of 7 pieces of a token.
+    assert near.bytes[rows] == 2 * plan(8).bytes[rows]
+    spread = 2 * 128 * 7 * (128 - 8)
+    for kind in (rows, "returned rows"):
+        assert plan(16, 8).bytes[kind] * 2 == near.bytes[kind] + 16 * spread
+    inbox = (plan(16, 8).total - plan(16, 15).total) / 7
+    assert near.total + 2 * 16 * spread == plan(16, 8).total + 8 * inbox
     # Both directions, each with an inbox for every far rank, and rings of commands.
     rings = plan(16, 1).pinned - 2 * inbox
     assert 0 < rings < 1 << 20
@@ -374,10 +377,50 @@ def test_a_gpu_has_no_inboxes_of_ranks_on_other_nodes(layout: Any) -> None:
         plan(16, 16)
 
 
+@pytest.mark.parametrize("layouts", [["expert"], ["rank"], ["expert", "rank"]], ids=str)
+def test_rows_once_per_node_take_pinned_memory_for_a_rank_of_each_node(layouts: list[Any]) -> None:
+    numbers = {"max_tokens_per_rank": 128, "hidden": 7168, "num_experts": 288, "topk": 8, "ranks": 32, "device": 0}
+    once = crossrail.ExpertBuffer.plan(**numbers, layouts=layouts, send="node", node_ranks=8)
+    each = crossrail.ExpertBuffer.plan(**numbers, layouts=layouts, network_ranks=24)
+    assert sum(once.bytes.values()) == once.total
+    assert 0 < once.pinned * 7 < each.pinned, "three ranks, not 24"
+    assert once.bytes["sums for other nodes"] > 2 * 8 * 3 * 128 * 7168 * 2
+    # Few tokens go directly.
+    auto = crossrail.ExpertBuffer.plan(**numbers, layouts=layouts, send="auto", node_ranks=8)
+    assert auto == once
+    few = numbers | {"max_tokens_per_rank": 2}
+    auto = crossrail.ExpertBuffer.plan(**few, layouts=layouts, send="auto", node_ranks=8)
+    assert auto == crossrail.ExpertBuffer.plan(**few, layouts=layouts, network_ranks=24)
+    # A node alone sends nothing to others.
+    alone = crossrail.ExpertBuffer.plan(**numbers, layouts=layouts, send="node", node_ranks=32)
+    assert alone == crossrail.ExpertBuffer.plan(**numbers, layouts=layouts)
+
+
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"ranks": 96}, "ranks 96 is not from 1 to 64, which GPU kernels take"),
+        ({"send": "once"}, "send is 'once', not 'rank', 'node' or 'auto'"),
+        ({"send": "auto"}, "needs node_ranks"),
+        ({"send": "node"}, "needs node_ranks"),
+        ({"node_ranks": 8}, "node_ranks is for send='node'"),
+        ({"send": "node", "node_ranks": 8, "device": "cpu"}, "send='node' is for a GPU"),
+        ({"send": "node", "node_ranks": 5}, "32 ranks in nodes of 5"),
+        ({"send": "node", "node_ranks": 40}, "32 ranks in nodes of 40"),
+        ({"send": "node", "node_ranks": 8, "prereduce": False}, "prereduction in the expert layout"),
+    ],
+    ids=str,
+)
+def test_what_send_takes(changed: dict[str, Any], says: str) -> None:
+    numbers = {"max_tokens_per_rank": 128, "hidden": 7168, "num_experts": 288, "topk": 8, "ranks": 32, "device": 0}
+    with pytest.raises(crossrail.UsageError, match=says):
+        crossrail.ExpertBuffer.plan(**(numbers | changed))
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"ranks": 96}, "ranks 96 is more than the 64 of a node"),
+        ({"ranks": 1152}, "ranks 1152 is not from 1 to 1024"),
         ({"hidden": 16512}, "hidden 16512 is not from 1 to 16384"),
         ({"hidden": 192}, "hidden 192"),
         ({"regions": 0}, "regions 0 is not from 1 to 64"),
@@ -390,6 +433,15 @@ def test_numbers_that_kernels_do_not_take(changed: dict[str, Any], says: str) ->
     numbers = {"max_tokens_per_rank": 128, "hidden": 7168, "num_experts": 288, "topk": 8, "ranks": 4, "device": 0}
     with pytest.raises(crossrail.UsageError, match=says):
         crossrail.ExpertBuffer.plan(**(numbers | changed))
+
+
+def test_bytes_by_link_are_those_of_gpus() -> None:
+    with crossrail.Group(size=1) as group, crossrail.ExpertBuffer(group, 8, 256, 4, 2) as buffer:
+        assert [link.gateway for link in buffer.links()] == [None]
+        assert buffer.explain().startswith("rows go once to each rank")
+        received = buffer.dispatch(np.zeros((1, 256), ml_dtypes.bfloat16), np.zeros((1, 2), np.int64))
+        with pytest.raises(crossrail.UsageError, match="the buffer is on the host"):
+            buffer.traffic(received.handle)
 
 
 def test_no_gpu_is_said() -> None:

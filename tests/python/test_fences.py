@@ -29,6 +29,7 @@ LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "OMPI_", "
 RUN_BY: dict[str, list[str]] = {
     "README.md": ["test_first_page.py", HERE],
     "docs/design/adding-a-transport.md": [HERE] * 7,
+    "docs/guides/c.md": ["test_capi_experts.py"] * 3,
     # Shown from examples/python/experts.py, which a test runs; the others are run here.
     "docs/guides/experts.md": ["test_ep_example.py"] * 3 + [HERE, "test_ep_example.py", HERE],
     # Shown from examples/python/experts_gpu.py, which tests/gpu runs: it needs a GPU and PyTorch.

@@ -266,3 +266,34 @@ def test_calls_before_initialize_are_refused() -> None:
     assert made.get_notifies() == [] and made.get_local_topology() == ""
     assert made.get_rpc_port() == 0 == made.get_first_buffer_address("127.0.0.1:1")
     assert made.allocate_managed_buffer(100) == 0
+
+
+def test_a_second_initialize_changes_nothing(two: tuple[TransferEngine, TransferEngine, str]) -> None:
+    a, b, session = two
+    ours, theirs = pools(4096)
+    assert a.register_memory(ours.ctypes.data, ours.nbytes) == 0
+    assert b.register_memory(theirs.ctypes.data, theirs.nbytes) == 0
+    port = a.get_rpc_port()
+    assert a.initialize(HOST, "P2PHANDSHAKE", "tcp", "") == -1
+    assert a.get_rpc_port() == port
+    assert a.transfer_sync_write(session, ours.ctypes.data, theirs.ctypes.data, 4096) == 0
+    assert np.array_equal(ours, theirs)
+
+
+def test_arguments_that_make_no_sense_are_minus_one(two: tuple[TransferEngine, TransferEngine, str]) -> None:
+    a, b, session = two
+    ours, theirs = pools(4096)
+    at, there = ours.ctypes.data, theirs.ctypes.data
+    assert a.register_memory(at, ours.nbytes) == 0
+    assert b.register_memory(there, theirs.nbytes) == 0
+    assert a.register_memory(at, -1) == -1, "known memory too"
+    assert a.unregister_memory(at) == 0
+    assert a.unregister_memory(at) == -1, "the refused one was not counted"
+    assert a.register_memory(at, ours.nbytes, None) == 0  # type: ignore[arg-type]
+    for name in (None, "", "host", "host:", ":1", "host:x", "host:0", "host:65536", "host:-1", session.encode()):
+        assert a.transfer_sync_write(name, at, there, 16) == -1, name  # type: ignore[arg-type]
+        assert a.send_probe(name) == -1, name  # type: ignore[arg-type]
+        assert a.get_first_buffer_address(name) == 0, name  # type: ignore[arg-type]
+    for notify in (TransferNotify(None, None), TransferNotify(b"a", 1), "text"):  # type: ignore[arg-type]
+        assert a.transfer_sync(session, at, there, 16, TransferOpcode.Write, notify) == -1  # type: ignore[arg-type]
+    assert TransferEngine().initialize(HOST, "P2PHANDSHAKE", "tcp", None) == 0  # type: ignore[arg-type]

@@ -61,6 +61,7 @@ PARTS = [
     "chaos",
     "chaos-ranks",
     "chaos-together",
+    "emulate-many",
     "memory-c",
     "cost-c",
     "growth",

@@ -396,3 +396,55 @@ def test_metadata_by_the_listener() -> None:
     until(lambda: initiator.get_new_notifs() == {"target": [b"hello"]}, "a notification")
     initiator.invalidate_local_metadata("127.0.0.1", port)
     until(lambda: not target.check_remote_metadata("initiator"), "its invalidation")
+
+
+def test_rows_without_bytes_move_nothing_and_are_no_error(two: Two) -> None:
+    message = 0
+
+    def moved(ours: bindings.nixlXferDList, theirs: bindings.nixlXferDList) -> None:
+        nonlocal message
+        message += 1
+        handle = two.a.initialize_xfer("WRITE", ours, theirs, "B", str(message))
+        two.a.transfer(handle)
+        two.done(handle)
+        assert two.messages(1) == [str(message).encode()], "its notification is raised all the same"
+
+    moved(two.rows("A", (0, 0)), two.rows("B", (0, 0)))
+    moved(two.rows("A", (0, 0), (64, 16), (0, 0)), two.rows("B", (0, 0), (64, 16), (SIZE, 0)))
+    silent = two.a.initialize_xfer("READ", two.rows("A", (0, 0)), two.rows("B", (0, 0)), "B")
+    assert two.a.transfer(silent) == "DONE" == two.a.check_xfer_state(silent)
+    ours = two.a.prep_xfer_dlist("NIXL_INIT_AGENT", two.rows("A", (0, 16), (16, 0), (32, 16)), "DRAM")
+    theirs = two.a.prep_xfer_dlist("B", two.rows("B", (0, 16), (16, 0), (32, 16)), "DRAM")
+    for chosen in ([2, 1, 0], [1], np.array([0])):
+        handle = two.a.make_prepped_xfer("WRITE", ours, chosen, theirs, chosen)
+        two.a.transfer(handle)
+        two.done(handle)
+    for bad in ([3], [-1]):
+        with pytest.raises(bindings.nixlInvalidParamError, match="not below"):
+            two.a.make_prepped_xfer("WRITE", ours, bad, theirs, bad)
+    with pytest.raises(bindings.nixlInvalidParamError, match="not equally long"):
+        two.a.make_prepped_xfer("WRITE", ours, [1], theirs, [0])
+
+
+def test_a_released_handle_starts_and_answers_nothing(two: Two) -> None:
+    handle = two.write()
+    two.a.transfer(handle)
+    two.done(handle)
+    two.a.release_xfer_handle(handle)
+    two.a.release_xfer_handle(handle)
+    for call in (two.a.transfer, two.a.check_xfer_state, two.a.get_xfer_telemetry):
+        with pytest.raises(bindings.nixlInvalidParamError, match="released"):
+            call(handle)
+    ours = two.a.prep_xfer_dlist("NIXL_INIT_AGENT", two.rows("A", (0, 16)), "DRAM")
+    theirs = two.a.prep_xfer_dlist("B", two.rows("B", (0, 16)), "DRAM")
+    two.a.release_dlist_handle(ours)
+    with pytest.raises(bindings.nixlInvalidParamError, match="released"):
+        two.a.make_prepped_xfer("WRITE", ours, [0], theirs, [0])
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_a_port_that_is_none_is_named(two: Two, port: int) -> None:
+    with pytest.raises(bindings.nixlInvalidParamError, match=f"port {port} is not"):
+        nixl_agent("listens", nixl_agent_config(enable_listen_thread=True, listen_port=port))
+    with pytest.raises(bindings.nixlInvalidParamError, match=f"port {port} is not"):
+        two.a.fetch_remote_metadata("B", "127.0.0.1", port)

@@ -75,8 +75,14 @@ def test_a_hundred_connections_leave_a_process_descriptors(
         assert "descriptors" in str(refused) or (not admit and "wait to be accepted" in str(refused))
         of.does("open")
         if "wait to be accepted" in str(refused):
-            of.does("accept")
-            endpoints.append(worker.connect(of.address, timeout=5))
+            # Handshakes in progress at the limit may have gone beyond it, so a few are accepted before there is room.
+            for _ in range(8):
+                of.does("accept")
+                with suppress(crossrail.CrossrailError):
+                    endpoints.append(worker.connect(of.address, timeout=5))
+                    break
+            else:
+                pytest.fail("a peer was refused after 8 were accepted")
         for endpoint in endpoints:
             with suppress(crossrail.CrossrailError):
                 endpoint.close(1)

@@ -191,8 +191,8 @@ pub(crate) const ROOMS: &[Room] = &[
     room(
         "capi",
         "crossrail-capi",
-        &["locks", "engine", "types"],
-        "the C interface: `crossrail.h`, and what `libcrossrail.so` is linked from; no logic",
+        &["locks", "engine", "control", "ep-host", "ep-cuda", "types"],
+        "the C interface: `crossrail.h`, `crossrail_experts.h`, and what `libcrossrail.so` is linked from; no logic",
     ),
     room(
         "bench",

@@ -147,12 +147,12 @@ class Buffer(Lifetime):
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
-        """The default Config of dispatch for `num_ranks` ranks, 1 to 64; else UsageError is raised."""
+        """The default Config of dispatch for `num_ranks` ranks, 1 to 1024; else UsageError is raised."""
         return recommended(num_ranks, Buffer.num_sms)
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
-        """The default Config of combine for `num_ranks` ranks, 1 to 64; else UsageError is raised."""
+        """The default Config of combine for `num_ranks` ranks, 1 to 1024; else UsageError is raised."""
         return recommended(num_ranks, Buffer.num_sms)
 
     @staticmethod

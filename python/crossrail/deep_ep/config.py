@@ -57,6 +57,6 @@ class Config:
 @cache
 def recommended(num_ranks: int, num_sms: int) -> Config:
     """The default Config of dispatch and combine."""
-    if not 1 <= count("num_ranks", num_ranks, "Config") <= 64:
-        raise wrong("Config", f"{num_ranks} ranks; supported are 1 to 64")
+    if not 1 <= count("num_ranks", num_ranks, "Config") <= 1024:
+        raise wrong("Config", f"{num_ranks} ranks; supported are 1 to 1024")
     return Config(num_sms)

@@ -125,12 +125,15 @@ class TransferEngine:
         self, local_hostname: str, metadata_server: str, protocol: str, device_name: str, metadata_type: str
     ) -> int:
         """As `initialize`; `metadata_type` has no effect."""
+        if self._worker is not None:
+            logger.error("initialize: the engine is initialized already, and stays as it is")
+            return -1
         if metadata_server != "P2PHANDSHAKE":
             logger.error("metadata server %r: only P2PHANDSHAKE is supported", metadata_server)
             return -1
         try:
             known = os.listdir("/sys/class/net")  # noqa: PTH208
-            devices = [name for name in device_name.split(",") if name in known]
+            devices = [name for name in (device_name or "").split(",") if name in known]
             context = crossrail.Context(net_devices=",".join(devices) or None)
             name = f"{local_hostname} {os.getpid()}.{id(self):x}"
             worker = crossrail.Worker(context, name=name, admit=True, listen=beyond_loopback(context))
@@ -177,13 +180,15 @@ class TransferEngine:
 
         `location` as for `register_memory`.
         """
-        device = location if location.startswith("cuda") else None
+        device = location if (location or "").startswith("cuda") else None
         with self._lock:
             made: dict[int, crossrail.Region] = {}
             try:
                 worker = self._ready()
                 pairs = [(int(at), int(size)) for at, size in zip(buffer_addresses, capacities, strict=True)]
                 for address, size in pairs:
+                    if size < 0:
+                        raise ValueError(f"{size} bytes at {address:#x}")
                     known = made.get(address) or self._regions.get(address)
                     if known is None or len(known) < size:
                         made[address] = worker.register_range(address, size, device)
@@ -403,7 +408,7 @@ class TransferEngine:
             local, remote = local[moving], remote[moving]
             until = time.monotonic() + _timeout_s() + int(local[:, 1].sum()) * _NS_PER_BYTE
             verb = "read" if TransferOpcode(opcode) == TransferOpcode.Read else "write"
-            notice = b"" if notify is None else json.dumps([notify.name, notify.msg]).encode()
+            notice = b"" if notify is None else _notice(notify)
             worker = self._ready()
             with self._lock:
                 regions = list(self._regions.values())
@@ -580,6 +585,13 @@ def _ended(regions: Sequence[crossrail.Region]) -> bool:
     return True
 
 
+def _notice(notify: TransferNotify) -> bytes:
+    """The notice that :func:`_notification` parses. Raises TypeError."""
+    if not isinstance(notify, TransferNotify) or not (isinstance(notify.name, str) and isinstance(notify.msg, str)):
+        raise TypeError("notify is a TransferNotify of two texts")
+    return json.dumps([notify.name, notify.msg]).encode()
+
+
 def _notification(data: bytes) -> TransferNotify:
     """Parses the notice of a peer's transfer. Raises UsageError."""
 
@@ -602,7 +614,7 @@ def _timeout_s() -> float:
 
 def _address(session: str) -> tuple[str, int]:
     """Host and port of a session: ``host:port``, or ``[a]:port`` for an IPv6 address. Raises ValueError."""
-    host, colon, port = session.rpartition(":")
-    if not host or not colon:
+    host, _, port = str(session).rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise ValueError(f"{session!r} is not a session: host:port, or [address]:port")
     return host.strip("[]"), int(port)

@@ -38,7 +38,7 @@ from crossrail.nixl._kinds import (
 from crossrail.nixl._lists import Rows, nixlRegDList, nixlXferDList
 from crossrail.nixl._registrations import Registrations
 from crossrail.nixl._remotes import MAGIC, Remotes
-from crossrail.nixl._transfers import Prepared, Transfer, nixlXferTelemetry
+from crossrail.nixl._transfers import Nothing, Prepared, Transfer, nixlXferTelemetry
 from crossrail.nixl.logging import get_logger
 
 logger = get_logger("agent")
@@ -46,6 +46,7 @@ logger = get_logger("agent")
 PLUGINS = ["UCX", "CROSSRAIL"]
 MEMORY = ["DRAM_SEG", "VRAM_SEG"]
 _PUMP_NS = 20_000  # callers that poll make progress themselves, but not for each of a thousand handles
+_PLAIN = 3  # columns of rows that are not strided
 _FLUSH_S = 2.0  # how long closing an agent waits for its last notifications to be delivered
 _announced = False
 
@@ -240,13 +241,19 @@ class nixlAgent:
     def _prepare(self, agent: str, kind: nixl_mem_t, rows: Rows) -> Prepared:
         if not len(rows):
             raise error(nixlNotFoundError, "prep_xfer_dlist: no rows")
+        places = None
+        if rows.shape[1] == _PLAIN and np.count_nonzero(rows[:, 1]) < len(rows):
+            moving = rows[:, 1] != 0  # rows without bytes move nothing, wherever they are
+            places = np.where(moving, np.cumsum(moving) - 1, -1)
+            rows = np.ascontiguousarray(rows[moving])
         if agent == NIXL_INIT_AGENT:
             with translated():
-                return Prepared(self._worker.layout(rows, self._registrations.regions(kind)), None)
+                regions = self._registrations.regions(kind)
+                return Prepared(self._worker.layout(rows, regions) if len(rows) else None, None, places)
         remote = self._remotes.named(agent)
         endpoint = self._remotes.connected(remote)
         try:
-            return Prepared(endpoint.layout(rows, remote.description), remote)
+            return Prepared(endpoint.layout(rows, remote.description) if len(rows) else None, remote, places)
         except crossrail.CrossrailError as cause:
             raise self._remotes.failed(remote, cause) from cause
 
@@ -306,8 +313,19 @@ class nixlAgent:
             raise error(nixlNotFoundError, "the remote agent was removed since its list was prepared")
         data = _message(notice)
         verb = "read" if nixl_xfer_op_t(operation) == nixl_xfer_op_t.NIXL_READ else "write"
+        if local.places is not None or remote.places is not None:
+            count = len(local.places if local.places is not None else remote.places)
+            ours, theirs = local.chosen(local_indices, count), remote.chosen(remote_indices, count)
+            if ((ours < 0) != (theirs < 0)).any():
+                raise error(nixlInvalidParamError, "prepare: rows of a pair that are not equally long")
+            local_indices, remote_indices = ours[ours >= 0], theirs[theirs >= 0]
         try:
-            move = there.endpoint.prepare(verb, local.layout, remote.layout, local_indices, remote_indices, notice=data)
+            move: crossrail.Move | Nothing
+            if local.layout is None or remote.layout is None or (local_indices is not None and not len(local_indices)):
+                move = Nothing(there.endpoint)
+            else:
+                layouts = local.layout, remote.layout
+                move = there.endpoint.prepare(verb, *layouts, local_indices, remote_indices, notice=data)
         except crossrail.CrossrailError as cause:
             raise self._remotes.failed(there, cause) from cause
         return Transfer(move, there, self._remotes, data, rows=self._telemetry, merged=merged)

@@ -17,6 +17,7 @@ import numpy as np
 from crossrail._endings import at_end
 from crossrail.nixl import _bindings as nixlBind
 from crossrail.nixl import _lists
+from crossrail.nixl._kinds import error, nixlInvalidParamError
 from crossrail.nixl.logging import get_logger
 
 logger = get_logger("api")
@@ -49,6 +50,12 @@ class _Handle:
         if not self._released:
             self._release(self._handle)
             self._released = True
+
+    def live(self) -> Any:
+        """The object of the agent. Raises nixlInvalidParamError after its release."""
+        if self._released:
+            raise error(nixlInvalidParamError, f"{type(self).__name__}: it was released")
+        return self._handle
 
     def _end(self) -> None:
         try:
@@ -364,9 +371,9 @@ class nixl_agent:
         op = self.nixl_ops[operation]
         handle = self.agent.makeXferReq(
             op,
-            local_xfer_side._handle,
+            local_xfer_side.live(),
             local_indices,
-            remote_xfer_side._handle,
+            remote_xfer_side.live(),
             remote_indices,
             notif_msg,
             self._handles(backends),
@@ -399,25 +406,25 @@ class nixl_agent:
         `notif_msg`: in place of the message that it was made with, if not empty. Raises nixlRepostActiveError if it is
         in flight, and nixlRemoteDisconnectError if the remote agent is lost.
         """
-        return _STATES.get(self.agent.postXferReq(handle._handle, notif_msg), "ERR")
+        return _STATES.get(self.agent.postXferReq(handle.live(), notif_msg), "ERR")
 
     def check_xfer_state(self, handle: nixl_xfer_handle) -> str:
         """State of the transfer `handle`: "DONE" or "PROC". Makes progress; does not wait.
 
         Raises what the transfer failed with, and nixlNotPostedError if it was never started.
         """
-        return _STATES.get(self.agent.getXferStatus(handle._handle), "ERR")
+        return _STATES.get(self.agent.getXferStatus(handle.live()), "ERR")
 
     def get_xfer_telemetry(self, handle: nixl_xfer_handle) -> nixlBind.nixlXferTelemetry:
         """Times in microseconds and bytes of the finished transfer `handle`; all zero while it is in flight.
 
         Raises nixlNoTelemetryError unless `nixl_agent_config` asked for it, nixlNotPostedError if it was never started.
         """
-        return self.agent.getXferTelemetry(handle._handle)
+        return self.agent.getXferTelemetry(handle.live())
 
     def query_xfer_backend(self, handle: nixl_xfer_handle) -> str:
         """Name of the backend of the transfer `handle`. Raises nixlNotFoundError if the agent has none."""
-        found = self.agent.queryXferBackend(handle._handle)
+        found = self.agent.queryXferBackend(handle.live())
         return next(name for name, backend in self.backends.items() if backend == found)
 
     def estimate_xfer_cost(self, req_handle: nixl_xfer_handle) -> tuple[int, int, str]:
@@ -425,7 +432,7 @@ class nixl_agent:
 
         Raises nixlRemoteDisconnectError if the remote agent cannot be reached.
         """
-        duration, margin, method = self.agent.estimateXferCost(req_handle._handle)
+        duration, margin, method = self.agent.estimateXferCost(req_handle.live())
         known = method == nixlBind.NIXL_COST_ANALYTICAL_BACKEND
         return duration, margin, "ANALYTICAL_BACKEND" if known else "UNKNOWN"
 

@@ -48,7 +48,8 @@ class Exchange:
         self._starting = threading.Lock()
 
     def listen(self, port: int) -> None:
-        """Serves peers at `port`; 0 takes a free one. Raises CrossrailError if it is in use."""
+        """Serves peers at `port`; 0 takes a free one. Raises CrossrailError if it is in use, nixlInvalidParamError."""
+        _checked_port(port, "listener")
         self._listener = MetadataListener(self._context, port)
         start_thread(_serve, self._listener, self._agent, name="nixl-listener")
 
@@ -77,6 +78,7 @@ class Exchange:
             if os.environ.get("NIXL_ETCD_ENDPOINTS") or os.environ.get("NIXL_TCPSTORE_ENDPOINT"):
                 raise refuse(f"{call} through a store", "pass the ip address of the peer's listener")
             raise error(nixlInvalidParamError, f"{call}: no ip address")
+        _checked_port(port, call)
         agent, context, to = self._agent, self._context, (ip.strip("[]"), port or DEFAULT_COMM_PORT)
 
         def work() -> None:
@@ -93,6 +95,11 @@ class Exchange:
                 self._work = SimpleQueue()
                 start_thread(_run, self._work, name="nixl-metadata")
             self._work.put(work)
+
+
+def _checked_port(port: int, call: str) -> None:
+    if not 0 <= port < 1 << 16:
+        raise error(nixlInvalidParamError, f"{call}: port {port} is not a number from 0 to 65535")
 
 
 def ask(context: crossrail.Context, host: str, port: int) -> bytes:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
+
+import numpy as np
 
 import crossrail
 from crossrail.nixl._kinds import (
     error,
     nixl_status_t,
+    nixlInvalidParamError,
     nixlNotFoundError,
     nixlRepostActiveError,
 )
@@ -27,10 +31,51 @@ class nixlXferTelemetry:
 
 
 class Prepared:
-    """A prepared list; `remote` is None for local ones."""
+    """A prepared list; `remote` is None for local ones.
 
-    def __init__(self, layout: crossrail.Layout, remote: Remote | None) -> None:
-        self.layout, self.remote = layout, remote
+    `layout`: its rows that have bytes; None: there are none. `places`: where in the layout each row is, -1 for one
+    without bytes; None: every row has bytes.
+    """
+
+    def __init__(self, layout: crossrail.Layout | None, remote: Remote | None, places: Any = None) -> None:
+        self.layout, self.remote, self.places = layout, remote, places
+
+    def chosen(self, indices: Any, count: int) -> Any:
+        """Places in the layout of rows; all `count` of them if `indices` is None. Raises nixlInvalidParamError."""
+        found = np.arange(count) if indices is None else np.asarray(indices, np.int64)
+        if self.places is None:
+            return found
+        if len(found) and (found.min() < 0 or found.max() >= len(self.places)):
+            raise error(nixlInvalidParamError, f"an index of a list of {len(self.places)} rows that is not below that")
+        return self.places[found]
+
+
+class _Ended:
+    """The request of a transfer without bytes and without a notification."""
+
+    def is_done(self) -> bool:
+        return True
+
+    def test(self) -> None:
+        """Raises nothing: nothing can fail."""
+
+
+class Nothing:
+    """The move of rows without bytes: it raises its notification, and touches no memory."""
+
+    nbytes = rows = runs = 0
+
+    def __init__(self, endpoint: crossrail.Endpoint) -> None:
+        self._endpoint = endpoint
+        self._request: Any = _Ended()
+
+    def is_in_flight(self) -> bool:
+        return not self._request.is_done()
+
+    def start(self, *, notice: bytes = b"") -> Any:
+        """Starts it. Raises CrossrailError."""
+        self._request = self._endpoint.notify(notice) if notice else _Ended()
+        return self._request
 
 
 class Transfer:
@@ -40,7 +85,14 @@ class Transfer:
     """
 
     def __init__(
-        self, move: crossrail.Move, remote: Remote, remotes: Remotes, notice: bytes, *, rows: bool, merged: bool
+        self,
+        move: crossrail.Move | Nothing,
+        remote: Remote,
+        remotes: Remotes,
+        notice: bytes,
+        *,
+        rows: bool,
+        merged: bool,
     ) -> None:
         self.move, self.remote = move, remote
         self.request: crossrail.Request | None = None

@@ -1,7 +1,7 @@
 """The command `crossrail`: arguments, exit codes, tables, progress. Measurements are made by the native module.
 
 Data goes to stdout, messages go to stderr. Exit codes: 0 success, 1 the run failed or its data did not verify, 2 bad
-usage, 130 interrupted, 143 terminated.
+usage, 129 terminal closed, 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, NoReturn
 
 from .failure import (
     EXIT_FAILED,
+    EXIT_HUNG_UP,
     EXIT_INTERRUPTED,
     EXIT_OK,
     EXIT_TERMINATED,
     EXIT_USAGE,
     Failure,
+    ending,
     exit_code_of,
     print_error,
 )
@@ -34,8 +36,6 @@ if TYPE_CHECKING:
 
 
 _AGAIN_S = 1.0
-_ending = threading.Event()
-"""Set once a signal ends the command: failures caused by that are not reported."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,9 +86,9 @@ def _on_main_thread(command: Command) -> int:
     except KeyboardInterrupt:
         print_error("interrupted")
         return EXIT_INTERRUPTED
-    except _Terminated:
-        print_error("terminated")
-        return EXIT_TERMINATED
+    except _Terminated as end:
+        print_error(end.why)
+        return end.code
 
 
 def _in_thread(work: Callable[[], int]) -> int:
@@ -118,8 +118,9 @@ def _in_thread(work: Callable[[], int]) -> int:
                 asleep.recv(1)
             signal.set_wakeup_fd(before)
     except (KeyboardInterrupt, _Terminated) as end:
-        by_user = isinstance(end, KeyboardInterrupt)
-        _end_early("interrupted" if by_user else "terminated", EXIT_INTERRUPTED if by_user else EXIT_TERMINATED)
+        if isinstance(end, _Terminated):
+            _end_early(end.why, end.code)
+        _end_early("interrupted", EXIT_INTERRUPTED)
     thread.join()
     if isinstance(outcome[0], BaseException):
         raise outcome[0]
@@ -128,7 +129,7 @@ def _in_thread(work: Callable[[], int]) -> int:
 
 def _end_early(why: str, exit_code: int) -> NoReturn:
     """Shows what was measured so far and exits. What a later signal does: `_one_end`."""
-    _ending.set()
+    ending.set()
     reporting = sys.modules.get(f"{__name__}.reporting")  # without it there is nothing to show
     try:
         if reporting is not None:
@@ -145,13 +146,24 @@ def _end_early(why: str, exit_code: int) -> NoReturn:
         os._exit(exit_code)
 
 
+_CODES = {
+    signal.SIGINT: EXIT_INTERRUPTED,
+    signal.SIGTERM: EXIT_TERMINATED,
+    signal.SIGHUP: EXIT_HUNG_UP,
+}
+
+
 class _Terminated(BaseException):
-    """SIGTERM was received."""
+    """SIGTERM was received; or SIGHUP, since the terminal was closed."""
+
+    def __init__(self, number: int) -> None:
+        self.code = _CODES[signal.Signals(number)]
+        self.why = "terminated" if number == signal.SIGTERM else "the terminal was closed"
 
 
 @contextlib.contextmanager
 def _one_end() -> Iterator[None]:
-    """Has the first SIGINT or SIGTERM raise, and none after it, which would cut off what the first one's end shows.
+    """Has the first SIGINT, SIGTERM or SIGHUP raise, and none after it, which would cut off what its end shows.
 
     A launcher or a closed terminal may send several at a time; one `_AGAIN_S` later is of a user who wants no more, and
     ends the process at once. Signals that are ignored stay so.
@@ -162,7 +174,7 @@ def _one_end() -> Iterator[None]:
     def first(number: int, frame: object) -> None:
         nonlocal received
         received = True
-        began, code = time.monotonic(), EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_TERMINATED
+        began, code = time.monotonic(), _CODES[signal.Signals(number)]
 
         def again(*unused: object) -> None:
             if time.monotonic() - began > _AGAIN_S:
@@ -170,9 +182,9 @@ def _one_end() -> Iterator[None]:
 
         for each in heard:
             signal.signal(each, again)
-        raise KeyboardInterrupt if number == signal.SIGINT else _Terminated
+        raise KeyboardInterrupt if number == signal.SIGINT else _Terminated(number)
 
-    heard = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    heard = {each: signal.getsignal(each) for each in _CODES}
     heard = {each: handler for each, handler in heard.items() if handler != signal.SIG_IGN}
     for each in heard:
         signal.signal(each, first)
@@ -197,11 +209,11 @@ def _run(command: Command) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     except (Failure, crossrail.CrossrailError, WriteError) as error:
-        if not _ending.is_set():
+        if not ending.is_set():
             print_error(error)
         return exit_code_of(error)
     except OSError as error:
-        if not _ending.is_set():
+        if not ending.is_set():
             print_error(f"{error.filename or 'stdout'}: {error.strerror}")
         return EXIT_FAILED
     finally:

@@ -49,14 +49,14 @@ class InfoOptions:
         """
         check_json(self.json)
         info, wrong = usable_info()
-        to = console(stderr=self.json == "-")
-        print_info(info, to)
         fabric = usable_fabric()
-        print_fabric(fabric, to)
         if self.json is not None:
             environment = dataclasses.asdict(capture_environment())
             whole = {"schema": SCHEMA, "environment": environment, "info": info, "fabric": fabric}
             write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n", self.json)
+        to = console(stderr=self.json == "-")
+        print_info(info, to)
+        print_fabric(fabric, to)
         if wrong:
             raise UsageFailure(f"{wrong[0]}" + (f" (and {len(wrong) - 1} more settings)" if wrong[1:] else ""))
 

@@ -13,7 +13,7 @@ from crossrail_tools.report.schema import PeerResult, Report, Row
 from crossrail_tools.report.units import format_size
 
 from .failure import Failure
-from .kv_ends import TLS, Ends, Place, ends_of, far_end, listen, peer_of
+from .kv_ends import TLS, Ends, Place, ends_of, far_end, is_known, listen, peer_of
 from .launcher import refuse_launch
 from .options import RunOptions, fields_of
 from .parsing import ROUNDS, Command, Parser, device_list, names_of, positive, size_list
@@ -25,7 +25,6 @@ ITERS, WARMUP = 8, 2
 DEFAULT_ROWS, DEFAULT_COUNTS = "2304", "10000"
 
 Op = Literal["pull", "push"]
-Transport = Literal["shm", "tcp", "cuda_ipc"]
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class KvOptions(RunOptions):
     """`crossrail bench kv`."""
 
     works: list[Work]
-    transport: Transport
+    transport: str
     ops: list[Op] = field(default_factory=lambda: ["pull", "push"])
     device: list[str] | None = None
     iters: int = ITERS
@@ -110,13 +109,19 @@ def add_arguments(parser: Parser) -> None:
     work.add_argument("--notice", action="store_true", help=notice)
     work.add_iterations(ITERS, WARMUP)
     how = parser.add_argument_group("how it moves")
-    between = "between the two processes (shm; with --device cuda_ipc, with --connect tcp)"
-    how.add_argument("--transport", choices=tuple(TLS), help=between)
+    between = f"{', '.join(TLS)} or fabric:PROVIDER (shm; with --device cuda_ipc, with --connect tcp)"
+    how.add_argument("--transport", metavar="NAME", type=_transport, help=between)
     how.add_compare(KNOWN)
     for name in KNOWN:
         python = f"the interpreter that imports {name}; by default {name.upper()}_PYTHON, or the one that runs this"
         how.add_argument(f"--{name}-python", metavar="FILE", help=python)
     parser.add_argument_group("what comes out").add_output()
+
+
+def _transport(text: str) -> str:
+    if not is_known(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a transport; known: {', '.join(TLS)}, fabric:PROVIDER")
+    return text
 
 
 def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
@@ -125,9 +130,9 @@ def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
         parser.error("--listen serves the end that has --connect and says what is measured: give the rest there")
     if parsed.device and (len(parsed.device) > 2 or "cpu" in parsed.device):
         parser.error("--device names one GPU for both ends, or the initiator's and the target's")
-    here: Transport = "cuda_ipc" if parsed.device else "shm"
-    transport: Transport = parsed.transport or (here if parsed.connect is None else "tcp")
-    if (transport == "cuda_ipc") != (parsed.device is not None) and transport != "tcp":
+    here = "cuda_ipc" if parsed.device else "shm"
+    transport: str = parsed.transport or (here if parsed.connect is None else "tcp")
+    if (transport == "cuda_ipc") != (parsed.device is not None) and transport in ("shm", "cuda_ipc"):
         parser.error("--transport cuda_ipc and --device belong together; shm is for host memory")
     if "mooncake" in (parsed.compare or ()) and (transport != "tcp" or parsed.connect is not None):
         parser.error("--compare mooncake is over TCP between two processes here: --transport tcp, without --connect")

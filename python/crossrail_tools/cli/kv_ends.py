@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -26,7 +27,8 @@ from .processes import Message
 
 PROGRAM = Path(__file__).parents[1] / "peers" / "kv.py"
 UCX_TLS = {"tcp": "tcp,self", "shm": "sm,self,tcp", "cuda_ipc": "cuda_ipc,sm,self,tcp"}
-"""UCX_TLS for NIXL by transport: UCX needs TCP to connect."""
+"""UCX_TLS for NIXL by transport, or by provider of libfabric: UCX needs TCP to connect. UCX finds NICs, which other
+providers have, by itself."""
 MODULES = {
     "nixl": {"nixl": "nixl", "nixl_cu13": "nixl_cu13", "nixl_cu12": "nixl_cu12"},
     "mooncake": {"mooncake.engine": "mooncake_transfer_engine"},
@@ -34,10 +36,16 @@ MODULES = {
 """Modules of a peer, and the prefixes of their distributions' names. NVIDIA's package also has a name per CUDA
 version."""
 INSTALL = {"nixl": "nixl==1.5.1 numpy", "mooncake": "mooncake-transfer-engine-non-cuda numpy"}
-TLS = {"tcp": "tcp,self", "shm": "shm,self", "cuda_ipc": "cuda_ipc,shm,self"}
+TLS = {"tcp": "tcp,self", "shm": "shm,self", "cuda_ipc": "cuda_ipc,shm,self", "fabric": "fabric,self"}
+_FABRIC = re.compile("fabric:([a-z][a-z_;-]*)")
 ORDERS = frozenset({"start", "peer", "prepare", "run", "turns", "cpu", "paint", "check"})
 """Requests that a connected machine may send to an end here."""
 LISTEN = "crossrail bench kv --listen"
+
+
+def is_known(transport: object) -> bool:
+    """True for a transport that ends may be started over."""
+    return isinstance(transport, str) and (transport in TLS or _FABRIC.fullmatch(transport) is not None)
 
 
 class LocalEnd(End):
@@ -116,14 +124,15 @@ class Place:
         environment = {"NIXL_LOG_LEVEL": "ERROR"}
         if library == "crossrail":
             environment |= {f"CROSSRAIL_{name.upper()}": value for name, value in self.settings.items()}
-            environment |= {"CROSSRAIL_TLS": TLS[self.transport], "PYTHONPATH": str(PROGRAM.parents[2])}
+            tls = TLS.get(self.transport, f"{self.transport},self")
+            environment |= {"CROSSRAIL_TLS": tls, "PYTHONPATH": str(PROGRAM.parents[2])}
         else:
             peer = peer_of(library, self.pythons.get(library))
             python, module = peer.python, peer.module
-            environment |= {
-                "MC_LOG_LEVEL": "ERROR",
-                "UCX_TLS": UCX_TLS[self.transport] + (",cuda_copy" if self.gpus else ""),
-            }
+            environment["MC_LOG_LEVEL"] = "ERROR"
+            ucx = UCX_TLS.get(self.transport.removeprefix("fabric:"))
+            if ucx is not None:
+                environment["UCX_TLS"] = ucx + (",cuda_copy" if self.gpus else "")
         end = LocalEnd(f"{library}, {role}", [python, str(PROGRAM)], environment=environment)
         stack.callback(end.end)
         end.module = module
@@ -179,7 +188,7 @@ def _serve(pythons: Mapping[str, str | None], settings: Mapping[str, str], chann
     hello = channel.receive(ANSWER_S)
     if "kv" not in hello:
         raise Failure(f"this end runs `{LISTEN}`; the other end must run `crossrail bench kv --connect`")
-    if hello.get("version") != crossrail.__version__ or hello.get("transport") not in TLS:
+    if hello.get("version") != crossrail.__version__ or not is_known(hello.get("transport")):
         raise Failure(f"the ends run different versions: {crossrail.__version__} at the listening end")
     place = Place(pythons, hello["transport"], bool(hello.get("gpus")), settings)
     channel.send({})

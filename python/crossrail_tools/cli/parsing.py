@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypeAlias
 
 import crossrail
 from crossrail._native import loopback
+from crossrail_tools.report.writing import STDOUT
 
 from ..words import a
 from .failure import EXIT_USAGE, Failure, UsageFailure, print_error, print_notice
 
 EPILOG = """\
 exit codes: 0 success, 1 the run failed or data did not verify, 2 bad usage,
-130 interrupted, 143 terminated (a bench then shows what it has measured, and
-marks its JSON as partial).
+129 terminal closed, 130 interrupted, 143 terminated (a bench then shows what it
+has measured, and marks its JSON as partial).
 Settings (CROSSRAIL_...) are listed by `crossrail info`."""
 
 
@@ -51,6 +52,11 @@ UNPACK_MODES = ("kernel", "d2d", "host")
 """Methods to unpack chunks from bounce memory into GPU memory."""
 
 
+def destination(text: str) -> str:
+    """The name of a file: ``-`` for stdout by any of its names, so that nothing else is printed there."""
+    return STDOUT if text in ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1") else text
+
+
 class SharedOptions:
     """Options that several commands have, each declared once: methods of parsers and of their groups."""
 
@@ -60,7 +66,10 @@ class SharedOptions:
 
     def add_json(self) -> None:
         self.add_argument(
-            "--json", metavar="FILE", help="raw samples and the environment to FILE, or to stdout for `-`"
+            "--json",
+            type=destination,
+            metavar="FILE",
+            help="raw samples and the environment to FILE, or to stdout for `-`",
         )
 
     def add_output(self) -> None:
@@ -181,6 +190,12 @@ class Parser(SharedOptions, argparse.ArgumentParser):
             fill, self._fill = self._fill, None
             fill(self)
         return super().parse_known_args(args, namespace)
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        # argparse takes the value of `--option=--` for the separator of options and arguments, and leaves none.
+        if action.option_strings and action.nargs is None and arg_strings == ["--"]:
+            raise argparse.ArgumentError(action, "expected one argument")
+        return super()._get_values(action, arg_strings)
 
     def unknown(self, words: Sequence[str]) -> NoReturn:
         """Reports arguments that no parser knows, with the options that they were probably meant to be."""

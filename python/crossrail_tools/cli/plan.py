@@ -21,7 +21,7 @@ from crossrail_tools.report.writing import write_text
 
 from .failure import Failure, UsageFailure
 from .options import fields_of
-from .parsing import Command, Parser
+from .parsing import Command, Parser, destination
 from .reporting import check_json
 
 SCHEMA = "crossrail-plan/1"
@@ -199,7 +199,7 @@ def add_arguments(parser: Parser) -> None:
     text = f"with --check: fail if a plan is further off ({TOLERANCE:g} only marks)"
     measured.add_argument("--within", metavar="PERCENT", type=percent, help=text)
     measured.add_argument("--published", action="store_true", help="published times, and plans of the same")
-    parser.add_argument("--json", metavar="FILE", help="every figure to FILE, or to stdout for `-`")
+    parser.add_argument("--json", type=destination, metavar="FILE", help="every figure to FILE, or to stdout for `-`")
     parser.set_defaults(outcome=_outcome)
 
 

@@ -51,8 +51,8 @@ class Process:
         """Starts ``command``. Raises OSError if it cannot be started."""
         parent = os.getpid()
         self._memory = _host_memory()
-        # Blocked until the child ignores SIGINT; otherwise Ctrl-C would print its traceback.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        # Blocked until the child ignores them; otherwise Ctrl-C would print its traceback.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_TERMINALS)
         try:
             self.popen = subprocess.Popen(
                 list(command),
@@ -150,12 +150,17 @@ def kill_all() -> None:
         native.remove_pages()  # neither those processes nor this one, if it ends early, do it themselves
 
 
+_OF_TERMINALS = (signal.SIGINT, signal.SIGHUP)
+"""Signals that a terminal sends to all processes in it, on Ctrl-C and when it is closed."""
+
+
 def _begin(parent: int, mask: Iterable[int]) -> None:
-    """Runs in the new process: ignores Ctrl-C, which the parent handles, and has the kernel kill it with the parent.
+    """Runs in the new process: ignores what a terminal sends, which the parent handles, and dies with the parent.
 
     ``mask``: the signals that the new process blocks.
     """
-    _libc.signal(signal.SIGINT, ctypes.c_void_p(_SIG_IGN))
+    for number in _OF_TERMINALS:
+        _libc.signal(number, ctypes.c_void_p(_SIG_IGN))
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     _die_with(parent)
 
@@ -171,9 +176,11 @@ def live_with_parent(parent: int) -> None:
     """Ends this process when the process ``parent`` that started it ends, for whatever reason.
 
     In two ways: the kernel sends SIGKILL; and a thread watches for the end of stdin, a pipe from the parent, which also
-    works if the parent is in another thread or namespace. SIGINT is ignored: the parent ends this process itself.
+    works if the parent is in another thread or namespace. SIGINT and SIGHUP are ignored: the parent ends this process
+    itself.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in _OF_TERMINALS:
+        signal.signal(number, signal.SIG_IGN)
     _die_with(parent)
     threading.Thread(target=_exit_with_stdin, name="crossrail-parent", daemon=True).start()
 

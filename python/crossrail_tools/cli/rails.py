@@ -11,8 +11,9 @@ import crossrail
 from crossrail.records import LaneReport, LaneShare
 from crossrail_tools.report.schema import Lane
 
-_LANE_OF_RAIL = re.compile(r"(#[0-9]+|:messages)$")
-"""Suffix of a lane's name behind the name of its rail: the number of the connection, or its purpose."""
+_LANE_OF_RAIL = re.compile(r"(#[0-9]+|:messages)(?=$|\()")
+"""Suffix of a lane's name behind the name of its rail: the number of the connection, or its purpose. A provider or a
+transport of another library follows in parentheses."""
 
 
 def rail_of(lane: LaneReport | LaneShare) -> str:

@@ -13,14 +13,12 @@ from crossrail_tools.report.page.document import document
 from crossrail_tools.report.page.write import TooLarge, html
 from crossrail_tools.report.sources import Source, SourceError, read_sources
 from crossrail_tools.report.tables import console
-from crossrail_tools.report.writing import write_text
+from crossrail_tools.report.writing import STDOUT, write_text
 
 from .failure import Failure, UsageFailure, print_notice
 from .options import fields_of
-from .parsing import Command, Parser
+from .parsing import Command, Parser, destination
 from .reporting import check_json
-
-STDOUT = "-"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +69,11 @@ def add_arguments(parser: Parser) -> None:
     old = "an earlier run of the same work, to compare with row by row; again for each of its files"
     parser.add_argument("--baseline", metavar="FILE", action="append", default=[], help=old)
     out = parser.add_argument_group("what comes out (tables, unless one of these is given; `-` is stdout)")
-    out.add_argument("--html", metavar="FILE", help="one page with charts that opens offline, of at most 300 kB")
-    out.add_argument("--markdown", metavar="FILE", help="every chart as a table")
-    out.add_argument("--csv", metavar="FILE", help="every row as a line, without raw samples")
+    out.add_argument(
+        "--html", type=destination, metavar="FILE", help="one page with charts that opens offline, of at most 300 kB"
+    )
+    out.add_argument("--markdown", type=destination, metavar="FILE", help="every chart as a table")
+    out.add_argument("--csv", type=destination, metavar="FILE", help="every row as a line, without raw samples")
     out.add_argument("--title", metavar="TEXT", help="the title (the names of the files)")
     out.add_argument("--open", action="store_true", help="show the page in a browser")
     parser.set_defaults(outcome=_outcome)
@@ -83,19 +83,36 @@ def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
     given = {"--html": parsed.html, "--markdown": parsed.markdown, "--csv": parsed.csv}
     if list(given.values()).count(STDOUT) > 1:
         parser.error("only one of --html, --markdown and --csv can go to stdout")
+    written = [(option, Path(name).resolve()) for option, name in given.items() if name not in (None, STDOUT)]
+    for place, (option, path) in enumerate(written):
+        other = next((name for name, there in written[:place] if there == path), None)
+        if other is not None:
+            parser.error(f"{other} and {option} name the same file: {given[option]}")
+        if path.is_file() and path in {Path(name).resolve() for name in [*parsed.files, *parsed.baseline]}:
+            parser.error(f"{option} would overwrite {given[option]}, which is to be read")
     if parsed.open and parsed.html in (None, STDOUT):
         parser.error("--open needs --html FILE")
-    for option, destination in given.items():
-        check_json(destination, option)
+    for option, name in given.items():
+        check_json(name, option)
     return ReportOptions(**fields_of(parsed))
 
 
 def read(files: list[str]) -> list[Source]:
     """Reads every file, or fails with the first that is not one of results. Raises UsageFailure."""
     sources: list[Source] = []
+    seen: set[Path] = set()
     for name in files:
+        if not name:
+            raise UsageFailure("the name of a file is empty")
+        path = Path(name)
+        # A pipe gives other bytes each time that it is read.
+        if path.is_file():
+            if path.resolve() in seen:
+                print_notice(f"{name} is named more than once, and read once")
+                continue
+            seen.add(path.resolve())
         try:
-            sources += read_sources(Path(name))
+            sources += read_sources(path)
         except SourceError as error:
             raise UsageFailure(str(error)) from None
         except OSError as error:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from crossrail_tools.report.environment import capture_environment
 from crossrail_tools.report.schema import Report, Row
@@ -30,6 +30,22 @@ STOP_S = 1.0
 """How long an interrupted run may take to hand over the running measurement."""
 
 
+class _Stderr:
+    """The standard error of a bar. Errors of a closed one are ignored: they do not end a measurement."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr, name)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            sys.stderr.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            sys.stderr.flush()
+
+
 class Progress:
     """What a bench shows on stderr while it measures, invisible unless that is a terminal; and its rows so far.
 
@@ -44,7 +60,7 @@ class Progress:
 
         from .bar import Bar
 
-        self.console = to or console(stderr=True)
+        self.console = to or console(cast("IO[str]", _Stderr()))
         self._rows: list[Row] = []
         self._running: Callable[[], Sequence[Row]] | None = None
         self._lock = threading.Lock()
@@ -217,9 +233,11 @@ def _show(report: Report, json: str | None) -> None:
     from crossrail_tools.report.viewing import print_report
 
     text = report.dumps()
-    print_report(Report.loads(text), console(stderr=json == "-"))
-    if json is not None:
-        write_text(text, json)
+    try:
+        print_report(Report.loads(text), console(stderr=json == "-"))
+    finally:  # a closed terminal or pipe, or a full disk, costs the tables alone
+        if json is not None:
+            write_text(text, json)
 
 
 def restore_terminal() -> None:

@@ -12,7 +12,7 @@ from crossrail._native import StoreServer
 from .failure import print_notice
 from .parsing import STORE_PORT, Command, Parser, place_to_listen
 
-ENDING = (signal.SIGINT, signal.SIGTERM)
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class StoreOptions:
     """It waits for signals."""
 
     def run(self) -> None:
-        """Prints the store's address and serves until SIGINT or SIGTERM. Raises Failure and the library's errors."""
+        """Prints the store's address and serves until one of `ENDING`. Raises Failure and the library's errors."""
         context = crossrail.Context(secret_file=self.secret_file)
         signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
         with StoreServer(context, place_to_listen(self.listen, default_port=STORE_PORT)) as server:

@@ -22,7 +22,7 @@ from crossrail_tools.report.writing import read_bounded, write_text
 
 from .failure import ERROR, EXIT_OK, Failure, UsageFailure, print_notice
 from .launcher import refuse_launch
-from .parsing import DEFAULT_PORT, Command, Parser, count, positive
+from .parsing import DEFAULT_PORT, Command, Parser, count, destination, positive
 from .point_to_point.options import BenchOptions
 from .processes import Process, scratch_folder
 from .reporting import Progress, check_json, on_interrupt
@@ -227,7 +227,7 @@ def add_arguments(parser: Parser) -> None:
     ends.add_argument("--connect", metavar="ADDR", help=f"sweep with the end that listens at {where}")
     ends.add_secret_file("both ends")
     out = parser.add_argument_group("what comes out")
-    out.add_argument("--json", metavar="FILE", help="every run, written after each of them")
+    out.add_argument("--json", type=destination, metavar="FILE", help="every run, written after each of them")
     out.add_argument("--resume", action="store_true", help="continue the sweep of --json FILE")
     parser.set_defaults(outcome=_outcome, takes_rest=True)
 

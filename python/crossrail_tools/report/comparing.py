@@ -56,10 +56,11 @@ class Compared:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The rows of both runs, and the labels of those that only one has, or that have no samples."""
+    """The rows of both runs; labels of those of one; rows of both without samples, as other programs have."""
 
     rows: list[Compared]
     unmatched: list[str]
+    untested: list[Pair]
 
 
 def compare(old: Sequence[Row], new: Sequence[Row]) -> Comparison:
@@ -68,11 +69,13 @@ def compare(old: Sequence[Row], new: Sequence[Row]) -> Comparison:
     ours, theirs = _paired_over_others(ours, theirs)
     unmatched = [key for key in [*ours, *theirs] if key not in ours or key not in theirs]
     pairs = [(key, _samples(theirs[key]), _samples(row)) for key, row in ours.items() if key in theirs]
-    unmatched += [key for key, before, now in pairs if not before or not now]
+    untested = [Pair(key, ("", ""), (theirs[key], ours[key])) for key, before, now in pairs if not before or not now]
+    unmatched += [one.label for one in untested if None in map(figure_of, one.rows)]
+    untested = [one for one in untested if None not in map(figure_of, one.rows)]
     pairs = [(key, before, now) for key, before, now in pairs if before and now]
     raw = [mann_whitney(_batches(before), _batches(now)) for _, before, now in pairs]
     rows = [_compared(key, before, now, p) for (key, before, now), p in zip(pairs, holm(raw), strict=True)]
-    return Comparison(rows, list(dict.fromkeys(unmatched)))
+    return Comparison(rows, list(dict.fromkeys(unmatched)), untested)
 
 
 def _paired_over_others(ours: dict[str, Row], theirs: dict[str, Row]) -> tuple[dict[str, Row], dict[str, Row]]:
@@ -141,6 +144,9 @@ def _with(label: str, number: int) -> str:
 def _label(row: Row, how: bool) -> str:
     """What a row is about, and, if asked for, how it was done."""
     words = [label_of(row), row.device or "", f"window {row.window}" if row.window and row.what != "p2p" else ""]
+    # Of other programs, which write no samples, it is part of the work: a type, a direction, a shape.
+    foreign = not (row.samples_us or row.memory or row.device or row.layout)
+    words += [row.protocol if row.protocol and foreign else ""]
     if how:
         words += [row.transport if row.what != "mesh" else "", row.memory or ""]
         words += [f"window {row.window}" if row.window and row.what == "p2p" else ""]

@@ -100,6 +100,7 @@ def _heading(row: Row) -> str:
     extra = ["routing cached"] if row.cached else []
     extra += [] if row.prereduce is not False else ["no pre-reduction"]
     extra += [] if row.backend != "none" else ["no shared memory"]
+    extra += ["once per node"] if row.send == "node" else []
     extra += [] if row.device is None else [f"in GPU memory, given as {row.given}, {row.num_sms} SMs"]
     return ", ".join(
         [

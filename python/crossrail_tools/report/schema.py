@@ -204,7 +204,8 @@ class Row:
     of all ranks by kind. In GPU memory, samples are by the GPU's clock, after all ranks have met on the GPU;
     ``host_us`` are as many by the host's clock, from the call until the host knows that it has ended (and how many rows
     were received); ``given`` is the type of the rows that were dispatched, ``num_sms`` the number of multiprocessors,
-    ``heap_bytes`` the memory that the buffer takes on each GPU.
+    ``heap_bytes`` the memory that the buffer takes on each GPU, ``send`` whether rows cross the network once for each
+    ``rank`` or ``node``.
 
     ``traffic``: tokens that each rank sends to each (a row per sender), once for all experts there; ``expert_tokens``:
     tokens of each expert. Both follow from the routing, for one iteration.
@@ -300,6 +301,7 @@ class Row:
     copies: dict[str, int] = field(default_factory=dict)
     num_sms: int | None = None
     given: str | None = None
+    send: str | None = None
     heap_bytes: int | None = None
     host_us: list[float] = field(default_factory=list)
     host_p50_us: float | None = None
@@ -386,6 +388,30 @@ def parsed_values(text: str) -> list[Any]:
     return values
 
 
+def embedded_values(text: str) -> list[Any]:
+    """The JSON objects of a text that begin a line, as :func:`parsed` makes each; what is between them is left out.
+
+    Raises ValueError for one that follows or precedes others and is not whole. A text in which many lines begin like
+    objects and are none is not searched further.
+    """
+    decoder, values, at = json.JSONDecoder(), [], 0
+    failed: list[json.JSONDecodeError] = []
+    while len(failed) < _MOST_FAILED and (found := _object.search(text, at)) is not None:
+        try:
+            value, at = decoder.raw_decode(text, found.end() - 1)
+            values.append(plain(value))
+        except json.JSONDecodeError as error:
+            failed.append(error)
+            at = max(error.pos, found.end())
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
+    if values and failed:
+        raise failed[0]
+    return values
+
+
+_MOST_FAILED = 32
+_object = re.compile(r"^[ \t]*\{(?=\s*[\"}])", re.M)
 _blank = re.compile(r"\s*")
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import codecs
+import gzip
 import hashlib
+import io
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from . import schema
-from .foreign import FOREIGN, Foreign
+from .foreign import FOREIGN, Foreign, without_labels
 from .goals import Outcome
 from .packing import with_lists
 from .schema import Environment, Report, Row, SchemaError
@@ -58,13 +62,37 @@ def read_sources(path: Path) -> list[Source]:
     """Reads one file: a source for each run that it holds. Raises SourceError, and OSError if it cannot be read."""
     data = read_bounded(path, MOST_BYTES)
     try:
-        made = parse_sources(data.decode("utf-8"), schema.plain(path.name))
-    except UnicodeDecodeError:
-        raise SourceError(f"{path}: not text; {_KNOWN}") from None
+        made = parse_sources(_text(data), schema.plain(path.name))
     except SourceError as error:
         raise SourceError(f"{path}: {error}") from None
     digest = hashlib.sha256(data).hexdigest()
     return [replace(source, sha256=digest, size=len(data)) for source in made]
+
+
+def _text(data: bytes) -> str:
+    """The text of a file: UTF-8; UTF-16 with a byte order mark; compressed by gzip. Raises SourceError."""
+    if data.startswith(b"\x1f\x8b"):
+        data = _expanded(data)
+    encoding = "utf-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
+    try:
+        return data.decode(encoding)
+    except UnicodeDecodeError as error:
+        # One stray byte in a log, such as a Latin-1 degree sign, costs that character.
+        text = data.decode(encoding, "replace")
+        if text.count("\N{REPLACEMENT CHARACTER}") * 100 > len(text):
+            raise SourceError(f"not text; {_KNOWN}") from error
+        return text
+
+
+def _expanded(data: bytes) -> bytes:
+    try:
+        with gzip.open(io.BytesIO(data)) as file:
+            found = file.read(MOST_BYTES + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise SourceError(f"not a whole gzip file ({error})") from None
+    if len(found) > MOST_BYTES:
+        raise SourceError(f"longer than {MOST_BYTES >> 20} MiB once expanded")
+    return found
 
 
 _KNOWN = (
@@ -79,6 +107,7 @@ def parse_sources(text: str, name: str) -> list[Source]:
     A file of several runs becomes a source for each, named after the file and the number of the run. Runs that measured
     different things are one source.
     """
+    text = without_labels(text.removeprefix("\ufeff"))
     if not text.strip():
         raise SourceError("the file is empty")
     values = None
@@ -86,18 +115,45 @@ def parse_sources(text: str, name: str) -> list[Source]:
         try:
             values = schema.parsed_values(text)
         except ValueError as error:
-            # DeepEP's lines and those of `mpirun --tag-output` also begin with a bracket.
-            found = _foreign(text, None, name)
+            # DeepEP's lines also begin with a bracket; and a shell's lines may be between documents.
+            found = _foreign(text, None, name) or _embedded(text, name)
             if found:
                 return found
+            if (unread := _unread(text)) is not None:
+                raise SourceError(f"{unread}; {_KNOWN}") from None
             raise SourceError(f"not whole JSON ({error}); was the run that wrote it cut short?") from None
-        own = [one for one in values if isinstance(one, dict) and (one.get("schema") is not None or _GOALS in one)]
-        if own:
-            return _numbered([_own(one, name) for one in own])
-    found = _foreign(text, values, name)
+        found = _of_values(values, text, name)
+    else:
+        found = _foreign(text, None, name) or _embedded(text, name)
     if not found:
-        raise SourceError(f"unknown kind of file; {_KNOWN}")
+        raise SourceError(f"{_unread(text) or 'unknown kind of file'}; {_KNOWN}")
     return found
+
+
+def _unread(text: str) -> str | None:
+    """Name of a known form that is not read."""
+    return next((why for form, why in _NOT_READ.items() if re.search(form, text, re.M)), None)
+
+
+_NOT_READ = {
+    r"^\[ *ID\] Interval\s+Transfer": "a table of iperf3, of which only the JSON is read: run it with -J",
+    r"^ ?#bytes\s+#iterations\s": "a table of perftest (ib_write_bw and others), which is not read",
+    r"^bytes\s+#sent\s+#ack\s": "a table of libfabric's tests (fi_pingpong and others), which is not read",
+}
+
+
+def _embedded(text: str, name: str) -> list[Source]:
+    """Runs in the JSON documents of a text, each of which begins a line."""
+    try:
+        values = schema.embedded_values(text)
+    except ValueError as error:
+        raise SourceError(f"not whole JSON ({error}); was the run that wrote it cut short?") from None
+    return _of_values(values, text, name) if values else []
+
+
+def _of_values(values: Sequence[Any], text: str, name: str) -> list[Source]:
+    own = [one for one in values if isinstance(one, dict) and (one.get("schema") is not None or _GOALS in one)]
+    return _numbered([_own(one, name) for one in own]) if own else _foreign(text, values, name)
 
 
 def _foreign(text: str, values: Sequence[Any] | None, name: str) -> list[Source]:

@@ -91,7 +91,12 @@ def write_text(text: str, destination: str, option: str = "--json") -> None:
 
 def _write_stream(text: str, option: str) -> None:
     try:
-        sys.stdout.write(text)
+        sys.stdout.flush()
+        # UTF-8, as in a file, whatever encoding a terminal here would have.
+        if (stream := getattr(sys.stdout, "buffer", None)) is None:
+            sys.stdout.write(text)
+        else:
+            stream.write(text.encode())
         sys.stdout.flush()
     except BrokenPipeError:
         raise

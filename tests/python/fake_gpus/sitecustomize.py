@@ -96,6 +96,7 @@ class FakeDeviceEp:
     def facts(self):
         """The second rank is reached by the settings and the nodes; `rails` would carry its rows."""
         facts = {"heap_bytes": 1 << 20, "num_sms": self.on["num_sms"] or 132}
+        facts["send"] = "rank" if self.on["send"] == "auto" else self.on["send"]
         if not self.is_far():
             return facts | {"links": ["self", "heap"], "rails": {}}
         named = self.settings["CROSSRAIL_NODE"] is not None or self.settings["CROSSRAIL_TLS"] == "tcp"

@@ -4,13 +4,13 @@ use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crossrail_bench::DeviceEpWork;
-use crossrail_ep_cuda::{DeviceOptions, LinkKind};
+use crossrail_ep_cuda::{DeviceOptions, LinkKind, SendOnce};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
 use super::watch::Watch;
-use crate::borrow::lent::Call;
-use crate::experts::host::{Parameters, parse_layout};
+use crate::borrow::loan::Call;
+use crate::experts::host::{Parameters, parse_layout, send_once};
 use crate::objects::context::Context;
 use crate::objects::group::Group;
 use crate::runtime::errors::{self, OrRaise};
@@ -24,6 +24,7 @@ pub(super) struct On {
     ordinal: u32,
     num_sms: Option<u32>,
     cast_before: bool,
+    send: String,
 }
 
 /// A buffer in GPU memory with the tensors of its operations, for measurements. Every rank of the group makes it.
@@ -35,7 +36,7 @@ pub(super) struct On {
 /// parameters : dict
 ///     The parameters of an ExpertBuffer, with one layout.
 /// on : dict
-///     The GPU (`ordinal`), `num_sms` (None means all), and `cast_before` (rows are given as fp8).
+///     The GPU (`ordinal`), `num_sms` (None means all), `cast_before` (rows are given as fp8), and `send` as ExpertBuffer.
 /// x, topk_idx, topk_weights : buffer
 ///     This rank's tokens, as bytes of bf16 `[T, hidden]`, i64 `[T, topk]` and f32 `[T, topk]`.
 /// outputs : buffer
@@ -89,7 +90,8 @@ impl DeviceEp {
         let config = parameters.config(py)?;
         let (group, context) = (group.get().native(), context.get().native());
         let work = DeviceEpWork { layout, cast_before: on.cast_before, x, topk_idx, topk_weights, outputs };
-        let options = DeviceOptions { ordinal: on.ordinal, num_sms: on.num_sms, ..DeviceOptions::default() };
+        let send = send_once(py, &on.send, None)?;
+        let options = DeviceOptions { ordinal: on.ordinal, num_sms: on.num_sms, send, ..DeviceOptions::default() };
         let made =
             gate::detached(py, || crossrail_bench::DeviceEp::new((group, context), name, config, options, &work));
         Ok(DeviceEp(Mutex::new(Detached::new(Some(made.or_raise(py)?)))))
@@ -139,7 +141,7 @@ impl DeviceEp {
     }
 
     /// The buffer's `heap_bytes` of GPU memory, `num_sms`, and `links`: how each rank is reached (`self`, `heap`,
-    /// `network`), and `rails`: bytes that each has carried so far to ranks on other nodes.
+    /// `network`), `rails`: bytes that each has carried so far to ranks on other nodes, and `send`: "rank" or "node".
     fn facts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let facts = self.with(py, |rig| {
             let buffer = rig.buffer();
@@ -149,13 +151,15 @@ impl DeviceEp {
                 *rails.entry(rail.name.clone()).or_default() += rail.sent_bytes;
             }
             let kinds: Vec<_> = links.iter().map(|link| kind_of(link.kind)).collect();
-            Ok((buffer.heap_bytes(), buffer.num_sms(), kinds, rails))
+            let send = if matches!(SendOnce::of(buffer).0, SendOnce::PerNode { .. }) { "node" } else { "rank" };
+            Ok((buffer.heap_bytes(), buffer.num_sms(), kinds, rails, send))
         })?;
         let all = PyDict::new(py);
         all.set_item("heap_bytes", facts.0)?;
         all.set_item("num_sms", facts.1)?;
         all.set_item("links", facts.2)?;
         all.set_item("rails", facts.3)?;
+        all.set_item("send", facts.4)?;
         Ok(all)
     }
 

@@ -5,7 +5,7 @@ use crossrail_ep_host::Input;
 use pyo3::prelude::*;
 
 use super::watch::Watch;
-use crate::borrow::lent::Call;
+use crate::borrow::loan::Call;
 use crate::experts::host::{ExpertBuffer, read};
 use crate::objects::context::Context;
 use crate::objects::endpoint::Endpoint;

@@ -12,7 +12,7 @@ use pyo3::types::{PyDict, PyTuple};
 use pyo3::{PyClass, ffi};
 
 use super::dlpack::{CUDA, Device, DlTensor, Dtype, HOST, Managed, PLAIN, VERSIONED, Versioned};
-use super::lent::Call;
+use super::loan::Call;
 
 /// Description of memory to export: address, shape, dtype, place, and owner.
 #[derive(Clone)]

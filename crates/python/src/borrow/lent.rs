@@ -1,46 +1,23 @@
 //! Borrows the memory of Python objects for the duration of an operation.
-//!
-//! The engine drops a buffer's keeper where the operation ends: on a progress thread, with its lock held. Waiting for
-//! the GIL there would deadlock, and running a destructor could. So the keeper only queues its loan for release; the
-//! next call from Python, or the interpreter's main thread, drains the queue.
 #![allow(unsafe_code)]
 
 use std::any::Any;
 use std::borrow::Cow;
-use std::cell::Cell;
-use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ffi::{CStr, c_int, c_void};
 use std::ptr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
-use crossrail_locks::{Mutex, PerProcess};
 use crossrail_types::Result;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyByteArray, PyBytes, PyMemoryView, PyType};
 
-use super::dlpack::{self, Dtype};
+use super::dlpack::Dtype;
+use super::loan::{Call, Loan, Pinned, View, keep};
 use crate::runtime::errors::OrRaise;
-use crate::runtime::gate::Pass;
 use crate::runtime::lifecycle::Detached;
-use crate::runtime::{errors, gate, lifecycle};
-
-/// `Py_buffer` of every CPython since 3.3; PyO3 declares it only from the 3.11 stable ABI on, where it is the same.
-#[repr(C)]
-pub(crate) struct View {
-    pub(super) buf: *mut c_void,
-    obj: *mut ffi::PyObject,
-    pub(super) len: ffi::Py_ssize_t,
-    itemsize: ffi::Py_ssize_t,
-    readonly: c_int,
-    ndim: c_int,
-    format: *mut c_char,
-    shape: *mut ffi::Py_ssize_t,
-    strides: *mut ffi::Py_ssize_t,
-    suboffsets: *mut ffi::Py_ssize_t,
-    internal: *mut c_void,
-}
+use crate::runtime::{errors, gate};
 
 const WRITABLE: c_int = 0x1;
 const C_CONTIGUOUS: c_int = 0x38;
@@ -51,7 +28,6 @@ const POINTER: ffi::Py_ssize_t = size_of::<*const c_void>() as ffi::Py_ssize_t;
 unsafe extern "C" {
     fn PyObject_CheckBuffer(object: *mut ffi::PyObject) -> c_int;
     fn PyObject_GetBuffer(object: *mut ffi::PyObject, view: *mut View, flags: c_int) -> c_int;
-    fn PyBuffer_Release(view: *mut View);
     fn PyBuffer_FillInfo(
         view: *mut View,
         object: *mut ffi::PyObject,
@@ -60,29 +36,6 @@ unsafe extern "C" {
         readonly: c_int,
         flags: c_int,
     ) -> c_int;
-}
-
-impl View {
-    const EMPTY: View = View {
-        buf: ptr::null_mut(),
-        obj: ptr::null_mut(),
-        len: 0,
-        itemsize: 0,
-        readonly: 0,
-        ndim: 0,
-        format: ptr::null_mut(),
-        shape: ptr::null_mut(),
-        strides: ptr::null_mut(),
-        suboffsets: ptr::null_mut(),
-        internal: ptr::null_mut(),
-    };
-}
-
-impl View {
-    /// Resets `obj`, as the buffer protocol requires of an exporter that refuses.
-    pub(crate) fn forget(&mut self) {
-        self.obj = ptr::null_mut();
-    }
 }
 
 /// The borrowed bytes as a slice; `ptr` may be null if `len` is 0.
@@ -124,108 +77,6 @@ pub(crate) unsafe fn export(
 pub(crate) enum Use {
     Read,
     Write,
-}
-
-/// A reference into Python that must be released with the GIL held.
-pub(crate) enum Loan {
-    View(View, Option<Pinned>),
-    Tensor(dlpack::Tensor),
-    Object(Py<PyAny>),
-}
-
-/// Queues its loan for release when the engine drops it.
-struct Keeper(Option<Loan>);
-
-// SAFETY: the loan is only touched by `give_back`, which runs with the GIL held.
-unsafe impl Send for Keeper {}
-// SAFETY: as above; nothing is reachable through a shared reference.
-unsafe impl Sync for Keeper {}
-
-/// Loans to release at the next opportunity with the GIL held.
-#[derive(Default)]
-struct ReleaseQueue {
-    loans: Mutex<Loans>,
-    /// Whether `loans` may be non-empty; checked without the lock.
-    waiting: AtomicBool,
-}
-
-#[derive(Default)]
-struct Loans(Vec<Loan>);
-
-// SAFETY: as for Keeper.
-unsafe impl Send for Loans {}
-
-/// A forked child never releases loans made before the fork: operations of its parent use them.
-static QUEUE: PerProcess<ReleaseQueue> = PerProcess::new();
-
-thread_local! {
-    /// Nesting depth of calls from Python on this thread; the outermost drains the queue when it returns.
-    static CALLS: Cell<u32> = const { Cell::new(0) };
-}
-
-impl Drop for Keeper {
-    fn drop(&mut self) {
-        let Some(loan) = self.0.take() else { return };
-        QUEUE.loans.lock().0.push(loan);
-        let first = !QUEUE.waiting.swap(true, Ordering::AcqRel);
-        if first && CALLS.get() == 0 {
-            lifecycle::ask_main_thread(drain_pending);
-        }
-    }
-}
-
-extern "C" fn drain_pending(_: *mut c_void) -> c_int {
-    drain_queue();
-    0
-}
-
-/// Releases every queued loan. Requires the GIL; holds no lock, because destructors may run.
-#[cold]
-fn drain_queue() {
-    QUEUE.waiting.store(false, Ordering::Release);
-    let over = std::mem::take(&mut QUEUE.loans.lock().0);
-    for loan in over {
-        give_back(loan);
-    }
-}
-
-fn give_back(loan: Loan) {
-    match loan {
-        Loan::View(mut view, pinned) => {
-            drop(pinned);
-            // SAFETY: filled by PyObject_GetBuffer and released once, here, with the GIL held (callers' rule).
-            unsafe { PyBuffer_Release(&raw mut view) }
-        }
-        Loan::Tensor(tensor) => tensor.release(),
-        Loan::Object(object) => drop(object),
-    }
-}
-
-/// Guard for a call from Python: when the outermost one is dropped, finished loans are released.
-pub(crate) struct Call<'py> {
-    _attached: Python<'py>,
-    /// Dropped last: destructors run Python code.
-    _pass: Pass,
-}
-
-impl<'py> Call<'py> {
-    #[inline]
-    pub(crate) fn enter(py: Python<'py>) -> Call<'py> {
-        let pass = Pass::enter(py);
-        CALLS.set(CALLS.get() + 1);
-        Call { _attached: py, _pass: pass }
-    }
-}
-
-impl Drop for Call<'_> {
-    #[inline]
-    fn drop(&mut self) {
-        let depth = CALLS.get() - 1;
-        CALLS.set(depth);
-        if depth == 0 && QUEUE.waiting.load(Ordering::Acquire) {
-            drain_queue();
-        }
-    }
 }
 
 impl<T: Send + Sync> Detached<T> {
@@ -331,11 +182,6 @@ pub(crate) fn has_buffer(object: &Bound<'_, PyAny>) -> bool {
     unsafe { PyObject_CheckBuffer(object.as_ptr()) != 0 }
 }
 
-/// A keeper that queues `loan` for release when its last reference is dropped.
-pub(crate) fn keep(loan: Loan) -> Arc<dyn Any + Send + Sync> {
-    Arc::new(Keeper(Some(loan)))
-}
-
 /// The memory of something with the buffer protocol.
 pub(crate) fn bytes(object: &Bound<'_, PyAny>, used: Use, operation: &str) -> PyResult<BorrowedBytes> {
     let mut view = View::EMPTY;
@@ -349,7 +195,7 @@ pub(crate) fn bytes(object: &Bound<'_, PyAny>, used: Use, operation: &str) -> Py
         && let Some(items) = references(object)
     {
         // SAFETY: filled just above, released once.
-        unsafe { PyBuffer_Release(&raw mut view) };
+        unsafe { view.release() };
         return Err(errors::usage(
             object.py(),
             operation,
@@ -361,9 +207,6 @@ pub(crate) fn bytes(object: &Bound<'_, PyAny>, used: Use, operation: &str) -> Py
     // The view stays exported, and so valid, until the keeper is dropped.
     Ok(BorrowedBytes { ptr, len, keep: keep(Loan::View(view, pinned(object))) })
 }
-
-/// Keeps a NumPy array from being resized in place.
-pub(crate) struct Pinned(#[expect(dead_code, reason = "held")] Py<PyAny>);
 
 /// A weak reference to the array that owns the memory of `object`, if a NumPy array does.
 ///
@@ -405,7 +248,7 @@ fn references(object: &Bound<'_, PyAny>) -> Option<String> {
         // SAFETY: filled just above and not released yet; a format is a C string.
         let format = (!view.format.is_null()).then(|| unsafe { CStr::from_ptr(view.format) }.to_owned());
         // SAFETY: as above, released once.
-        unsafe { PyBuffer_Release(&raw mut view) };
+        unsafe { view.release() };
         let format = format?;
         let format = format.to_string_lossy();
         if !format_refers(&format) {
@@ -483,7 +326,7 @@ fn why_refused(object: &Bound<'_, PyAny>, used: Use, operation: &str) -> PyErr {
     }
     let readonly = view.readonly != 0;
     // SAFETY: filled just above, released once.
-    unsafe { PyBuffer_Release(&raw mut view) };
+    unsafe { view.release() };
     if readonly && used == Use::Write {
         return errors::usage(
             py,

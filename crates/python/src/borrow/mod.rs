@@ -6,6 +6,7 @@ pub(crate) mod exchange;
 pub(crate) mod export;
 pub(crate) mod layout;
 pub(crate) mod lent;
+pub(crate) mod loan;
 pub(crate) mod number;
 pub(crate) mod place;
 pub(crate) mod rows;

@@ -3,6 +3,7 @@
 
 use std::borrow::Cow;
 
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 
 use super::lent::{self, Items};
@@ -50,30 +51,40 @@ pub(crate) enum Index {
 }
 
 impl Index {
-    pub(crate) fn of(object: Option<&Bound<'_, PyAny>>, operation: &str) -> PyResult<Option<Index>> {
+    /// The numbers of the argument `name`.
+    pub(crate) fn of(object: Option<&Bound<'_, PyAny>>, operation: &str, name: &str) -> PyResult<Option<Index>> {
         let Some(object) = object.filter(|object| !object.is_none()) else { return Ok(None) };
         let py = object.py();
         if !lent::has_buffer(object) {
-            let numbers = object.try_iter()?.map(|item| Ok(item?.extract::<U32>()?.0)).collect::<PyResult<Vec<u32>>>();
-            let refused = |error: PyErr| errors::refused(object, operation, error);
-            return numbers.map(|numbers| Some(Index::Owned(numbers))).map_err(refused);
+            let items = object.try_iter().map_err(|error| errors::in_argument(py, operation, name, error))?;
+            let number = |(at, item): (usize, PyResult<Bound<'_, PyAny>>)| {
+                let wrong = |error| errors::in_argument(py, operation, &format!("{name}[{at}]"), error);
+                item?.extract::<U32>().map(|number| number.0).map_err(wrong)
+            };
+            return Ok(Some(Index::Owned(items.enumerate().map(number).collect::<PyResult<Vec<u32>>>()?)));
         }
         let items = Items::of(object, operation)?;
-        if items.shape.len() != 1 || !items.is_integer() {
-            let detail = format!("row numbers are integers along one axis, not {} axes", items.shape.len());
+        if !matches!(items.size, 4 | 8) {
+            let detail = format!("{name}: row numbers of {} bytes", items.size);
+            return Err(errors::usage(py, operation, detail, INDEX_HINT));
+        }
+        if !items.is_integer() {
+            return Err(PyTypeError::new_err(format!("{operation}: {name}: its items are not integers; {INDEX_HINT}")));
+        }
+        if items.shape.len() != 1 {
+            let detail = format!("{name}: row numbers are along one axis, not {}", items.shape.len());
             return Err(errors::usage(py, operation, detail, INDEX_HINT));
         }
         let wide = match items.size {
-            4 if items.is_signed() => items.numbers::<i32>().iter().copied().map(u32::try_from).collect(),
+            4 if items.is_signed() => narrow(&items.numbers::<i32>()),
             4 => return Ok(Some(Index::Lent(items))),
-            8 if items.is_signed() => items.numbers::<i64>().iter().copied().map(u32::try_from).collect(),
-            8 => items.numbers::<u64>().iter().copied().map(u32::try_from).collect::<Result<Vec<u32>, _>>(),
-            size => {
-                let detail = format!("row numbers of {size} bytes");
-                return Err(errors::usage(py, operation, detail, INDEX_HINT));
-            }
+            8 if items.is_signed() => narrow(&items.numbers::<i64>()),
+            _ => narrow(&items.numbers::<u64>()),
         };
-        let refused = |_| errors::usage(py, operation, "a row number is not from 0 to 2**32 - 1", "");
+        let refused = |(at, number): (usize, i128)| {
+            let detail = format!("{name}[{at}]: {number} is not an unsigned number of 32 bits");
+            errors::usage(py, operation, detail, "pass a number from 0 to 2**32 - 1")
+        };
         wide.map(|numbers| Some(Index::Owned(numbers))).map_err(refused)
     }
 
@@ -83,4 +94,13 @@ impl Index {
             Index::Owned(numbers) => Cow::Borrowed(numbers),
         }
     }
+}
+
+/// These numbers in 32 bits; or the first that does not fit, and where.
+fn narrow<T: Copy + Into<i128>>(numbers: &[T]) -> Result<Vec<u32>, (usize, i128)> {
+    let one = |(at, number): (usize, &T)| {
+        let number = (*number).into();
+        u32::try_from(number).map_err(|_| (at, number))
+    };
+    numbers.iter().enumerate().map(one).collect()
 }

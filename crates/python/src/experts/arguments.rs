@@ -11,7 +11,7 @@ use pyo3::types::{PyDict, PyList, PyTuple};
 use super::device_args::{CombineArgs, DispatchArgs};
 use super::other_arrays;
 use super::tensor_kinds::{AnyRef, Tensor, TensorKinds, none_on_usage_error};
-use crate::borrow::lent::Call;
+use crate::borrow::loan::Call;
 use crate::runtime::errors::OrRaise;
 
 /// Most biases of a combine.

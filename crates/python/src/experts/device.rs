@@ -17,12 +17,13 @@ use pyo3::types::{PyDict, PyList};
 use super::device_args::{CombineArgs, DispatchArgs};
 use super::device_array::DeviceArray;
 use super::device_region::DeviceRegion;
-use super::host::{Parameters, connect, fault_rows, link_rows, plan_dict};
-use crate::borrow::lent::Call;
+use super::host::{Parameters, connect, fault_rows, link_rows, plan_dict, send_once};
+use crate::borrow::loan::Call;
 use crate::borrow::number::Flag;
 use crate::borrow::{place, stream};
 use crate::objects::context::Context;
 use crate::objects::group::Group;
+use crate::runtime::dicts::set_fields;
 use crate::runtime::errors::{self, OrRaise};
 use crate::runtime::lifecycle::{self, Detached};
 use crate::runtime::{gate, wait};
@@ -170,14 +171,14 @@ impl DeviceBuffer {
         node: Option<u32>,
         between_nodes: Option<bool>,
         variants: bool,
-        once_per_node: bool,
+        send: &str,
         node_ranks: Option<u32>,
     ) -> PyResult<DeviceBuffer> {
         let _call = Call::enter(py);
         let config = parameters.config(py)?;
         let (context, group) = (context.get().native().clone(), group.get().native().clone());
         let patience = config.timeout.saturating_mul(2) + context.settings().timeout;
-        let send = if once_per_node { ep::SendOnce::PerNode { ranks: node_ranks } } else { ep::SendOnce::PerRank };
+        let send = send_once(py, send, node_ranks)?;
         let options =
             ep::DeviceOptions { ordinal, num_sms, regions, node, between_nodes, variants, send, ..Default::default() };
         let make = move || ep::DeviceBuffer::new(&group, &context, &name, config, options);
@@ -272,6 +273,28 @@ impl DeviceBuffer {
     fn links<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let _call = Call::enter(py);
         link_rows(py, gate::detached(py, || self.native.links()))
+    }
+
+    /// Ranks of each node if rows cross the network once for each node, else None; and why.
+    #[getter]
+    fn sending(&self) -> (Option<u32>, String) {
+        match ep::SendOnce::of(&self.native) {
+            (ep::SendOnce::PerNode { ranks }, why) => (ranks, why.to_owned()),
+            (_, why) => (None, why.to_owned()),
+        }
+    }
+
+    /// Bytes of a dispatch, and of a combine with its handle, by link.
+    fn traffic<'py>(&self, py: Python<'py>, handle: &Bound<'_, DeviceHandle>) -> PyResult<Bound<'py, PyDict>> {
+        let held = &handle.get().native;
+        let traffic = self.native.call(py, "traffic", |native| native.traffic(held))?;
+        let all = PyDict::new(py);
+        for (operation, moved) in [("dispatch", traffic.dispatch), ("combine", traffic.combine)] {
+            let links = PyDict::new(py);
+            set_fields!(links, moved.links; nvlink_out, nvlink_in, network_out, network_in);
+            all.set_item(operation, links)?;
+        }
+        Ok(all)
     }
 
     /// Waits for all enqueued GPU work, then for every connected, unmasked rank (a barrier).
@@ -539,9 +562,12 @@ pub(super) fn device_plan(
     ordinal: u32,
     regions: u32,
     far: u32,
+    send: String,
+    node_ranks: Option<u32>,
 ) -> PyResult<Bound<'_, PyDict>> {
     let config = parameters.config(py)?;
-    let options = ep::DeviceOptions { ordinal, regions, ..ep::DeviceOptions::default() };
+    let send = send_once(py, &send, node_ranks)?;
+    let options = ep::DeviceOptions { ordinal, regions, send, ..ep::DeviceOptions::default() };
     plan_dict(py, &gate::detached(py, || ep::DeviceBuffer::plan(&config, &options, far)).or_raise(py)?)
 }
 

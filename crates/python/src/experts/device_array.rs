@@ -10,7 +10,7 @@ use pyo3::types::PyTuple;
 
 use crate::borrow::dlpack::{self, Dtype};
 use crate::borrow::export::{Export, Exporter};
-use crate::borrow::lent::Call;
+use crate::borrow::loan::Call;
 use crate::objects::memory::MemoryBase;
 use crate::runtime::errors;
 

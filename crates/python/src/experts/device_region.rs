@@ -10,7 +10,7 @@ use crossrail_ep_cuda::arrays::Item;
 use pyo3::prelude::*;
 
 use super::device_array::DeviceArray;
-use crate::borrow::lent::{self, Call, Loan};
+use crate::borrow::loan::{Call, Loan, keep};
 use crate::runtime::errors;
 
 /// Leased memory of one rank-layout result; returns to the buffer when the last array of it is dropped.
@@ -55,7 +55,7 @@ impl DeviceRegion {
         let mut users = self.leased.users.lock().unwrap_or_else(PoisonError::into_inner);
         if users.iter().all(|(known, _)| *known != stream) {
             let keep: Arc<dyn Any + Send + Sync> = match object {
-                Some(object) => lent::keep(Loan::Object(object)),
+                Some(object) => keep(Loan::Object(object)),
                 None => Arc::new(()),
             };
             users.push((stream, keep));

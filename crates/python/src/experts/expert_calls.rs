@@ -15,7 +15,7 @@ use super::device::DeviceEvent;
 use super::expert_sets::{Claim, Fresh, Ring};
 use super::expert_target::{Started, StreamOrder, Target, finish};
 use super::tensor_kinds::Tensor;
-use crate::borrow::lent::Call;
+use crate::borrow::loan::Call;
 use crate::borrow::number::Flag;
 
 /// Operations in other streams whose tensors are kept before completion is polled.

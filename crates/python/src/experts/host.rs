@@ -10,7 +10,8 @@ use crossrail_types::{Error, ErrorKind, Result};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
-use crate::borrow::lent::{self, Call, Use};
+use crate::borrow::lent::{self, Use};
+use crate::borrow::loan::Call;
 use crate::objects::context::Context;
 use crate::objects::endpoint::lane_reports;
 use crate::objects::group::Group;
@@ -501,6 +502,16 @@ impl Handle {
     }
 }
 
+/// The number of times that a row crosses the network: "rank", "node" or "auto"; `node_ranks`: ranks of each node.
+pub(crate) fn send_once(py: Python<'_>, send: &str, node_ranks: Option<u32>) -> PyResult<crossrail_ep_cuda::SendOnce> {
+    match send {
+        "rank" => Ok(crossrail_ep_cuda::SendOnce::PerRank),
+        "node" => Ok(crossrail_ep_cuda::SendOnce::PerNode { ranks: node_ranks }),
+        "auto" => Ok(crossrail_ep_cuda::SendOnce::ByCost { ranks: node_ranks }),
+        _ => Err(errors::usage(py, "ExpertBuffer", format!("send is {send:?}, not 'rank', 'node' or 'auto'"), "")),
+    }
+}
+
 pub(super) fn fault_rows(py: Python<'_>, faults: Vec<ep::Fault>) -> PyResult<Bound<'_, PyList>> {
     rows(py, faults, |row, fault| {
         row.set_item("text", fault.to_string())?;
@@ -518,7 +529,7 @@ pub(super) fn link_rows(py: Python<'_>, links: Vec<ep::Link>) -> PyResult<Bound<
             ep::LinkKind::Network => "network",
         };
         row.set_item("kind", kind)?;
-        set_fields!(row, link; masked, missed);
+        set_fields!(row, link; masked, missed, gateway);
         row.set_item("proxy", link.proxy.map(|proxy| proxy_dict(py, proxy)).transpose()?)?;
         row.set_item("lanes", lane_reports(py, link.lanes)?)
     })

@@ -16,7 +16,7 @@ use super::expert_sets::{Claim, Fresh, Ring};
 use super::expert_target::StreamOrder;
 use super::outputs::{Output, Outputs};
 use super::tensor_kinds::Tensor;
-use crate::borrow::lent::Call;
+use crate::borrow::loan::Call;
 use crate::borrow::number::Flag;
 use crate::borrow::stream;
 

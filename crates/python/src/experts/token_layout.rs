@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 
 use super::outputs::{Output, Outputs};
 use super::tensor_kinds::{TensorKinds, none_on_usage_error};
-use crate::borrow::lent::Call;
+use crate::borrow::loan::Call;
 use crate::objects::context::Context;
 use crate::runtime::errors::OrRaise;
 use crate::runtime::gate;

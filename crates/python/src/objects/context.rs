@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
 
 use super::memory;
-use crate::borrow::lent::Call;
+use crate::borrow::loan::Call;
 use crate::runtime::dicts::{copied_dict, rows, set_fields};
 use crate::runtime::errors::{self, OrRaise};
 use crate::runtime::gate;

@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
 use super::context::Context;
-use crate::borrow::lent::Call;
+use crate::borrow::loan::Call;
 use crate::runtime::dicts::set_fields;
 use crate::runtime::errors::OrRaise;
 use crate::runtime::gate;

@@ -9,7 +9,8 @@ use pyo3::prelude::*;
 use super::operand::OperandSpec;
 use super::worker::Worker;
 use crate::borrow::export::{Export, Exporter};
-use crate::borrow::lent::{self, Call, Use};
+use crate::borrow::lent::{self, Use};
+use crate::borrow::loan::Call;
 use crate::borrow::stream;
 use crate::runtime::errors::{self, OrRaise};
 

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use super::context::Context;
-use crate::borrow::lent::Call;
+use crate::borrow::loan::Call;
 use crate::runtime::errors::OrRaise;
 use crate::runtime::lifecycle::Detached;
 use crate::runtime::{gate, wait};

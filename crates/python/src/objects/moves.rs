@@ -9,7 +9,7 @@ use pyo3::types::{PyBytes, PyDict, PySlice, PyTuple};
 use super::region::{Region, RegionKey};
 use super::request::Request;
 use super::worker::Worker;
-use crate::borrow::lent::Call;
+use crate::borrow::loan::Call;
 use crate::borrow::number::{U32, U64};
 use crate::borrow::rows::{Index, Table};
 use crate::borrow::stream;
@@ -268,17 +268,22 @@ fn tuples<'py, T: PyClassOf, R>(
         let detail = format!("a row is ({}, offset, length) or ({}, offset, length, stride, count)", T::NAME, T::NAME);
         errors::usage(py, operation, detail, "or pass an array of addresses")
     };
-    let one = |item: Bound<'py, PyAny>| -> PyResult<(R, [u64; 4])> {
+    let one = |(row, item): (usize, PyResult<Bound<'py, PyAny>>)| -> PyResult<(R, [u64; 4])> {
+        let item = item?;
         let parts = item.cast::<PyTuple>().map_err(|_| malformed())?;
         let region = parts.get_item(0).ok().and_then(|region| native(&region)).ok_or_else(malformed)?;
-        let number = |at: usize| -> PyResult<u64> { Ok(parts.get_item(at)?.extract::<U64>()?.0) };
+        let number = |at: usize| -> PyResult<u64> {
+            let wrong = |error| errors::in_argument(py, operation, &format!("rows[{row}][{at}]"), error);
+            parts.get_item(at)?.extract::<U64>().map(|number| number.0).map_err(wrong)
+        };
         match parts.len() {
             3 => Ok((region, [number(1)?, number(2)?, number(2)?, 1])),
             5 => Ok((region, [number(1)?, number(2)?, number(3)?, number(4)?])),
             _ => Err(malformed()),
         }
     };
-    rows.try_iter()?.map(|item| one(item?)).collect()
+    let rows = rows.try_iter().map_err(|error| errors::in_argument(py, operation, "rows", error))?;
+    rows.enumerate().map(one).collect()
 }
 
 /// Name of a row's first item, for error messages.
@@ -384,8 +389,8 @@ pub(super) fn prepare(
             return Err(errors::usage(py, "prepare", format!("{other:?} is no operation"), "\"read\" or \"write\""));
         }
     };
-    let local_index = Index::of(wanted.local_index, "prepare")?;
-    let remote_index = Index::of(wanted.remote_index, "prepare")?;
+    let local_index = Index::of(wanted.local_index, "prepare", "local_index")?;
+    let remote_index = Index::of(wanted.remote_index, "prepare", "remote_index")?;
     let (notice, imm) = (wanted.notice, wanted.imm.map(|imm| imm.0));
     let native = gate::detached(py, || {
         let (ours, theirs) = (local_index.as_ref().map(Index::numbers), remote_index.as_ref().map(Index::numbers));

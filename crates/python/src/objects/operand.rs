@@ -16,6 +16,7 @@ use crate::borrow::cai;
 use crate::borrow::dlpack::{self, Device};
 use crate::borrow::layout::{Owner, Piece, Refusal};
 use crate::borrow::lent::{self, BorrowedTensor, Use};
+use crate::borrow::loan::{Loan, keep};
 use crate::borrow::stream::Stream;
 use crate::runtime::errors::{self, OrRaise};
 use crate::runtime::gate;
@@ -157,7 +158,7 @@ impl OperandSpec<'_> {
         if described.read_only && self.used == Use::Write {
             return Err(refuse(read_only()));
         }
-        let keep = lent::keep(lent::Loan::Object(object.clone().unbind()));
+        let keep = keep(Loan::Object(object.clone().unbind()));
         if described.piece.len == 0 {
             return Ok(on_host(described.piece.ptr, 0, keep));
         }
@@ -256,7 +257,7 @@ pub(super) fn tensor(
 ) -> PyResult<BorrowedTensor> {
     let imported = dlpack::import(object, stream, operation)?;
     // From here on the keeper calls the tensor's deleter.
-    let keep = lent::keep(lent::Loan::Tensor(imported.tensor));
+    let keep = keep(Loan::Tensor(imported.tensor));
     let refuse = |refusal| Err(refused(object, operation, refusal));
     let there = imported.device.owner();
     if there != said.owner() {

@@ -2,7 +2,7 @@ use crossrail_bench::TransferReport;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyType};
 
-use crate::borrow::lent::Call;
+use crate::borrow::loan::Call;
 use crate::runtime::dicts::{rows, set_fields};
 use crate::runtime::errors;
 

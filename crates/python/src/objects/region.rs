@@ -3,7 +3,7 @@ use std::time::Duration;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyType};
 
-use crate::borrow::lent::Call;
+use crate::borrow::loan::Call;
 use crate::runtime::errors::{self, OrRaise};
 use crate::runtime::lifecycle::Detached;
 use crate::runtime::{gate, wait};

@@ -9,7 +9,7 @@ use pyo3::types::PyList;
 
 use super::receipt::Receipt;
 use super::worker::Worker;
-use crate::borrow::lent::Call;
+use crate::borrow::loan::Call;
 use crate::borrow::{place, stream};
 use crate::runtime::errors::{self, OrRaise};
 use crate::runtime::gate::{self, CallbackPass};

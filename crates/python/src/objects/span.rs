@@ -12,6 +12,7 @@ use super::operand;
 use crate::borrow::dlpack;
 use crate::borrow::layout::Owner;
 use crate::borrow::lent::{self, Use};
+use crate::borrow::loan::Call;
 use crate::runtime::errors;
 
 /// Bytes of another owner, kept alive by this object. `numpy.asarray(span)` is an array of them (uint8) without
@@ -68,7 +69,7 @@ pub(super) fn _borrow<'py>(
     writable: bool,
 ) -> PyResult<(Span, String, Bound<'py, PyTuple>)> {
     let py = object.py();
-    let _call = lent::Call::enter(py);
+    let _call = Call::enter(py);
     let Some(said) = dlpack::device(object, operation)? else {
         return Err(errors::usage(py, operation, format!("{} has no DLPack", operand::one(object)), ""));
     };

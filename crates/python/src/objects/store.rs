@@ -4,7 +4,7 @@ use crossrail_control as control;
 use pyo3::prelude::*;
 
 use super::context::Context;
-use crate::borrow::lent::Call;
+use crate::borrow::loan::Call;
 use crate::runtime::errors::OrRaise;
 use crate::runtime::gate;
 use crate::runtime::lifecycle::Detached;

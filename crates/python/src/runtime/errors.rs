@@ -2,7 +2,7 @@
 
 use crate::runtime::dicts::set_fields;
 use crossrail_types::{Error, ErrorKind};
-use pyo3::exceptions::PyException;
+use pyo3::exceptions::{PyException, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyDict;
@@ -70,6 +70,23 @@ pub(crate) fn usage(py: Python<'_>, operation: &str, detail: impl Into<String>, 
 /// Whether an exception is a UsageError.
 pub(crate) fn is_usage(py: Python<'_>, error: &PyErr) -> bool {
     error.get_type(py).name().is_ok_and(|name| name == class_name(ErrorKind::Usage))
+}
+
+/// An exception at converting an argument, with a text that names it, and its part, as `local_index[2]`. Other
+/// exceptions than TypeError and UsageError are passed on unchanged.
+#[cold]
+pub(crate) fn in_argument(py: Python<'_>, operation: &str, place: &str, error: PyErr) -> PyErr {
+    let better = if is_usage(py, &error) {
+        let value = error.value(py);
+        let text = |name: &str| value.getattr(name).and_then(|text| text.extract::<String>()).unwrap_or_default();
+        usage(py, operation, format!("{place}: {}", text("detail")), &text("hint"))
+    } else if error.is_instance_of::<PyTypeError>(py) {
+        PyTypeError::new_err(format!("{operation}: {place}: {}", error.value(py)))
+    } else {
+        return error;
+    };
+    better.set_cause(py, Some(error));
+    better
 }
 
 /// Converts an exporter's exception to a UsageError with its message. A `BaseException` is passed on unchanged.

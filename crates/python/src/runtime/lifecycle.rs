@@ -2,19 +2,16 @@
 #![allow(unsafe_code)]
 
 use std::collections::HashMap;
-use std::ffi::{c_int, c_void};
 use std::mem::ManuallyDrop;
 use std::ops::{Deref, DerefMut};
-use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crossrail_locks::{Mutex, PerProcess};
 use crossrail_types::Origin;
-use pyo3::ffi;
 use pyo3::prelude::*;
 
 use super::errors::OrRaise;
-use super::gate::{self, CallbackPass, Pass};
+use super::gate::{self, Pass};
 
 /// An engine object whose drop may block (it joins threads and notifies peers): dropped with the GIL released. Never
 /// dropped in a forked child, since its threads, connections and shared memory belong to the parent.
@@ -165,17 +162,6 @@ pub(crate) fn remember_device_buffer(buffer: &crossrail_ep_cuda::DeviceBuffer) -
 /// As [`forget_buffer`], in GPU memory.
 pub(crate) fn forget_device_buffer(id: u64) {
     DEVICE_BUFFERS.forget(id);
-}
-
-/// Runs `call` on the interpreter's main thread, soon. Any thread, with or without the GIL.
-pub(crate) fn ask_main_thread(call: extern "C" fn(*mut c_void) -> c_int) {
-    // SAFETY: any thread may call it; with a pass the interpreter is whole. A full queue is no loss: the next call from
-    // Python does the same work.
-    unsafe {
-        if let Some(_pass) = CallbackPass::offered() {
-            ffi::Py_AddPendingCall(Some(call), ptr::null_mut());
-        }
-    }
 }
 
 #[pyfunction]

@@ -75,13 +75,13 @@ class DoctorOptions:
             if self.peer is not None:
                 machine.survey = self._survey(self.peer, machine, progress)
             findings = examine(checks, machine, lambda check: progress.status(_title(check)))
+        if self.json is not None:
+            more = {} if machine.survey is None else {"survey": as_record(machine.survey)}
+            write_text(as_json(findings, ["crossrail", *sys.argv[1:]], more), self.json)
         to = console(stderr=self.json == "-")
         if machine.survey is not None:
             print_survey(machine.survey, to)
         print_findings(findings, to)
-        if self.json is not None:
-            more = {} if machine.survey is None else {"survey": as_record(machine.survey)}
-            write_text(as_json(findings, ["crossrail", *sys.argv[1:]], more), self.json)
         if bad := problems(findings):
             names = ", ".join(dict.fromkeys(finding.id for finding in bad))
             raise Failure(f"{counted(len(bad), 'problem')} found ({names}); the table has the fix of each")

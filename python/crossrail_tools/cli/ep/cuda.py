@@ -11,6 +11,7 @@ from typing import Any
 
 import crossrail
 from crossrail._native import _DeviceEp
+from crossrail.records import DeviceEpPlace
 from crossrail_tools.report.build import as_peer, with_peers
 from crossrail_tools.report.ep import EpRank, EpTurn, ep_row
 from crossrail_tools.report.schema import Report, Row
@@ -111,7 +112,7 @@ class _Run:
         number, options, work = one
         self.progress.status(f"{counted(self.where.size, 'rank')}: verification against the reference")
         how: Message = {"number": number, "num_sms": options.num_sms, "cast_before": options.cast_before}
-        how |= {"ways": self.ways, "share_node": options.backend != "none"}
+        how |= {"ways": self.ways, "share_node": options.backend != "none", "send": options.send}
         peers.begin(work)
         ranks.send_all({"do": "open", "work": asdict(work), **how})
         passed = ranks.collect("passed", self.where.ranks, LONG_S)
@@ -143,6 +144,7 @@ class _Run:
         """The rows of each mode, without figures."""
         own: dict[str, Any] = {"device": "cuda", "num_sms": facts["num_sms"], "heap_bytes": facts["heap_bytes"]}
         own["given"] = "fp8" if options.cast_before else "bf16"
+        own["send"] = facts["send"]
         own |= {} if way == OURS else {"backend": "none"}
         return {mode: replace(options.row(work, mode), **own) for mode in options.modes}
 
@@ -230,12 +232,18 @@ class _Rank:
             if way == NETWORK:
                 settings: dict[str, Any] = {**self.settings, "tls": "tcp"}
                 context, shares = crossrail.Context(**settings), False
+            on: DeviceEpPlace = {
+                "ordinal": self.ordinal,
+                "num_sms": request["num_sms"],
+                "cast_before": request["cast_before"],
+                "send": request["send"] if shares else "rank",
+            }
             self.rigs[way] = _DeviceEp(
                 group._native,
                 context,
                 f"bench {request['number']} {way}",
                 {**work.parameters(group.context.timeout), "share_node": shares},
-                {"ordinal": self.ordinal, "num_sms": request["num_sms"], "cast_before": request["cast_before"]},
+                on,
                 mine.x.tobytes(),
                 mine.topk_idx.tobytes(),
                 mine.topk_weights.tobytes(),

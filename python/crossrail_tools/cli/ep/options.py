@@ -22,6 +22,7 @@ Layout = Literal["expert", "rank"]
 Scale = Literal["f32", "power2", "ue8m0"]
 Backend = Literal["auto", "none"]
 Verify = Literal["full", "quick", "none"]
+Send = Literal["rank", "node", "auto"]
 
 MODES = ("dispatch", "combine", "e2e")
 NETWORK = "network"
@@ -68,6 +69,7 @@ class EpOptions(PinnedRanks, RunOptions):
     cached: bool = False
     backend: Backend = "auto"
     nodes: int = 1
+    send: Send = "rank"
     seed: int = 0
     iters: int = ITERS
     warmup: int = WARMUP
@@ -190,7 +192,7 @@ def add_arguments(parser: Parser) -> None:
         "mpi (MPI_Alltoallv; needs openmpi-bin and mpi4py); with --device cuda, needing PyTorch: "
         "deepep (DeepEP V1), drop-in (crossrail.deep_ep in the same program), "
         "nccl (all_to_all_single of one row per selection); "
-        "network (the same exchange without NVLink or shared memory, over TCP alone)"
+        "network (the same exchange without NVLink or shared memory)"
     )
     out.add_compare(PEERS, peers)
 
@@ -245,9 +247,11 @@ def _add_how(how: Group) -> None:
     nixl = "NIXL's spelling: ipc for auto, or none"
     how.add_argument("--nvlink-backend", dest="backend", metavar="ipc|none", type=_nvlink_backend, help=nixl)
     how.add_no_effect()
+    sends = "with --device cuda: rows cross the network once for each rank, for each node, or as costs less (rank)"
+    how.add_argument("--send", choices=("rank", "node", "auto"), help=sends)
     nodes = "emulate this many nodes here: data between them uses the network transports (1)"
     how.add_argument("--nodes", metavar="N", type=positive, help=nodes)
-    how.add_transport("shm, tcp")
+    how.add_transport("shm, tcp, fabric, fabric:PROVIDER")
     how.add_rails()
     how.add_timeout()
     how.add_secret_file("all nodes")
@@ -283,8 +287,8 @@ def check(parser: Parser, options: EpOptions) -> None:
             parser.error("--plan needs --device cpu")
         if NETWORK in options.compare and options.backend == "none":
             parser.error("--compare network compares with what --backend none measures")
-    elif options.num_sms or options.given or options.sweep:
-        parser.error("--num-sms, --given and --sweep need --device cuda")
+    elif options.num_sms or options.given or options.sweep or options.send != "rank":
+        parser.error("--num-sms, --given, --send and --sweep need --device cuda")
     if options.verify is not None and (options.plan is not None or options.device == "cuda"):
         parser.error("--verify has no choice with --plan, which verifies every phase, or --device cuda, a sample")
     if options.plan is not None and (options.compare or options.placement.launch is not None):
@@ -308,6 +312,12 @@ def _dtype(text: str) -> str:
     return text
 
 
+def _send(text: str) -> str:
+    if text not in ("rank", "node", "auto"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a way to send; known: rank, node, auto")
+    return text
+
+
 SWEEPS: dict[str, Callable[[str], Any]] = {
     "tokens": count,
     "hidden": positive,
@@ -316,6 +326,7 @@ SWEEPS: dict[str, Callable[[str], Any]] = {
     "dtype": _dtype,
     "num-sms": positive,
     "routing": _routing,
+    "send": _send,
 }
 """Options that ``--sweep`` may vary, and the types of their values."""
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..ends import LAST_WORDS_S, End
-from ..failure import Failure, print_notice
+from ..failure import EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_TERMINATED, Failure, ending, print_notice
 from ..processes import Message
 from .options import BenchOptions
 
@@ -53,15 +53,16 @@ def report_failure(end: End) -> None:
     failed = False
     with contextlib.suppress(subprocess.TimeoutExpired):
         failed = end.process.popen.wait(LAST_WORDS_S) != 0
-    if (killed := end.process.how_it_was_killed()) is not None:
+    if not ending.is_set() and (killed := end.process.how_it_was_killed()) is not None:
         print_notice(f"the other end: {killed}")
     if failed:
         show_output(end)
 
 
 def show_output(end: End) -> None:
-    """Forwards what the end printed on stderr."""
-    if end.said:
+    """Forwards what the end printed on stderr, unless a signal ends the command, and the end with it."""
+    by_signal = end.process.popen.poll() in (EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_TERMINATED)
+    if end.said and not ending.wait(LAST_WORDS_S if by_signal else 0.0):  # it may get the signal first
         print_notice("the other end said:\n" + "\n".join(end.said))
 
 

@@ -26,7 +26,7 @@ from crossrail_tools.report.writing import write_text
 from ..failure import Failure, UsageFailure, print_notice
 from ..nvml import Gpus
 from ..options import fields_of
-from ..parsing import Command, Parser, parse_address, seconds_up_to
+from ..parsing import Command, Parser, destination, parse_address, seconds_up_to
 from ..reporting import check_json
 from .screen import Window, keys
 from .snapshot import Process, Snapshot, as_json, is_foreign, problems_of
@@ -180,7 +180,7 @@ class TopOptions:
 def add_arguments(parser: Parser) -> None:
     """Declares the options."""
     parser.add_argument("--once", action="store_true", help="print once and end, as without a terminal")
-    parser.add_argument("--json", metavar="FILE", help="once, as JSON to FILE, or to stdout for `-`")
+    parser.add_argument("--json", type=destination, metavar="FILE", help="once, as JSON to FILE, or to stdout for `-`")
     interval = seconds_up_to(3600)
     parser.add_argument("--interval", metavar="S", type=interval, help="seconds between two snapshots (1)")
     parser.add_argument("--pid", metavar="PID", type=int, help="only that process")

@@ -14,6 +14,8 @@ from crossrail_tools.report.units import counted, format_bytes, format_rate
 
 from .snapshot import COUNTED, MOVED, Key, Process, Row, Snapshot, key, problems_of, rates_between, verdicts
 
+LINKS = ("nvlink_out", "nvlink_in", "network_out", "network_in")
+
 PROXY_STATES = ("asleep", "napping", "polling")
 """States of a proxy's thread, by number."""
 ERRORS = (
@@ -63,6 +65,7 @@ def rendered(now: Snapshot, before: Snapshot, *, problems: bool = True) -> Rende
         _gpus(now),
         _peers(now),
         _buffers(now, rates),
+        _exchanges(now),
         _proxies(now, rates),
         _proxy_threads(now),
         _errors(now),
@@ -191,6 +194,17 @@ def _buffers(now: Snapshot, rates: Mapping[Key, tuple[float, ...]]) -> HeadedTab
         for at, name in enumerate(COUNTED["buffer"]):
             cells += [str(values[name]), "-" if rate is None else frequency(rate[at])]
         made.add_row(_who(process), row["name"], *cells, format_bytes(values["memory_bytes"]))
+    return made
+
+
+def _exchanges(now: Snapshot) -> HeadedTable:
+    """The last dispatch and combine of a buffer in GPU memory whose bytes were counted."""
+    columns = ["process", "buffer", "operation", "NVLink out", "NVLink in", "network out", "network in", "counted"]
+    made = table("bytes by link", columns, left=3, keys=3, spare=["counted"])
+    for process, row in _rows(now, "exchange"):
+        values = row["values"]
+        cells = [format_bytes(values[f"{link}_bytes"]) for link in LINKS]
+        made.add_row(_who(process), row["name"], row["peer"], *cells, str(values["counted"]))
     return made
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from .deepep import deepep
 from .iperf3 import iperf3
 from .nccl import nccl_json, nccl_text
-from .runs import Foreign, ForeignError, Reader
+from .runs import Foreign, ForeignError, Reader, without_labels
 from .tables import nixlbench, osu, ucx_perftest
 
 FOREIGN: tuple[Reader, ...] = (iperf3, nccl_json, nccl_text, osu, nixlbench, deepep, ucx_perftest)
 """The readers, in the order in which they are asked."""
 
-__all__ = ["FOREIGN", "Foreign", "ForeignError", "Reader"]
+__all__ = ["FOREIGN", "Foreign", "ForeignError", "Reader", "without_labels"]

@@ -9,42 +9,59 @@ from typing import Any
 
 from ..schema import Row
 from ..stats import median
-from .runs import Foreign, number, without_ranks
+from .runs import Foreign, number
 
 _F = r"([\d.]+)"
 _BOTH = re.compile(
-    rf"\[rank (\d+)\] Dispatch \+ combine bandwidth: {_F} GB/s, avg_t={_F} us, min_t={_F} us, max_t={_F} us"
+    rf"\[rank (\d+)\] (num_\w+=.*? )?Dispatch \+ combine bandwidth: {_F} GB/s, avg_t={_F} us"
+    rf", min_t={_F} us, max_t={_F} us"
 )
 _EACH = re.compile(
-    rf"\[rank (\d+)\] Dispatch bandwidth: {_F} GB/s, avg_t={_F} us \| Combine bandwidth: {_F} GB/s, avg_t={_F} us"
+    rf"\[rank (\d+)\] (num_\w+=.*? )?Dispatch bandwidth(?: \(total\))?: {_F} GB/s, avg_t={_F} us"
+    rf" \| Combine bandwidth(?: \(total\))?: {_F} GB/s, avg_t={_F} us"
+)
+_APART = re.compile(
+    rf"\[rank (\d+)\] (num_\w+=.*? )?Dispatch send/recv time: {_F}(?: \+ {_F})? us"
+    rf" \| Combine send/recv time: {_F}(?: \+ {_F})? us"
 )
 _BEST = re.compile(
-    rf"\[tuning\] Best (dispatch|combine)(?: \((\w+)\))?: SMs (\d+), (.*?){_F} GB/s \(NVL\)(?:, t: {_F} us)?"
+    rf"\[tuning\] Best (dispatch|combine)(?: \((\w+)\))?: SMs (\d+), (.*?){_F} GB/s"
+    rf"(?: \(NVL(?: recv)?\)(?:, t: {_F} us)?|, t: {_F} us)"
 )
-_NOTIFY = re.compile(rf"{_F} \+ {_F} us")
+_NOTIFY = re.compile(rf"{_F} \+ {_F} us|transmit: {_F} us, notify: {_F} us")
 _SECOND = re.compile(rf"EP:\s*(\d+)/\s*(\d+) \| ([\w ()]+): {_F} GB/s \(SO\), {_F} GB/s \(SU\), {_F} us, (\d+) bytes")
 _LOW = "low latency"
 
 
 def deepep(text: str, data: Any) -> list[Foreign]:
     """The lines of every rank: medians over the ranks. What a rank prints for the k-th time belongs to the k-th run."""
-    text = without_ranks(text)
     runs: list[list[Row]] = []
 
     def add(number_of_run: int, row: Row) -> None:
         runs.extend([] for _ in range(number_of_run + 1 - len(runs)))
         runs[number_of_run].append(row)
 
-    for number_of_run, both in enumerate(_by_run(_BOTH.findall(text), 1)):
-        add(number_of_run, _ranks("e2e", [number(one[2]) for one in both], [number(one[1]) for one in both], _LOW))
-    for number_of_run, each in enumerate(_by_run(_EACH.findall(text), 1)):
-        for what, place in (("dispatch", 1), ("combine", 3)):
-            rates, times = ([number(one[place + more]) for one in each] for more in (0, 1))
-            add(number_of_run, _ranks(what, times, rates, _LOW))
+    for number_of_run, lines in enumerate(_by_run(_BOTH.findall(text), 2)):
+        for variant, each in _by_variant(lines):
+            add(
+                number_of_run,
+                _ranks("e2e", [number(one[3]) for one in each], [number(one[2]) for one in each], variant),
+            )
+    for number_of_run, lines in enumerate(_by_run(_EACH.findall(text), 2)):
+        for variant, each in _by_variant(lines):
+            for what, place in (("dispatch", 2), ("combine", 4)):
+                rates, times = ([number(one[place + more]) for one in each] for more in (0, 1))
+                add(number_of_run, _ranks(what, times, rates, variant))
+    for number_of_run, lines in enumerate(_by_run(_APART.findall(text), 2)):
+        for variant, each in _by_variant(lines):
+            for what, place in (("dispatch", 2), ("combine", 4)):
+                times = [number(one[place]) + number(one[place + 1] or 0) for one in each]
+                add(number_of_run, _ranks(what, times, [], f"{variant}, send and receive apart"))
     for number_of_run, best in enumerate(_by_run(_BEST.findall(text), 2)):
-        for what, dtype, sms, middle, rate, time in best:
+        for what, dtype, sms, middle, rate, time, plain in best:
             notify = _NOTIFY.search(middle)
-            spent = number(time) if time else sum(map(number, notify.groups())) if notify else None
+            parts = [number(part) for part in notify.groups() if part] if notify else []
+            spent = number(time or plain) if time or plain else sum(parts) if parts else None
             variant = f"best of tuning, {sms} SMs" + (f", {dtype.lower()}" if dtype else "")
             row = Row(what, "deepep", 0, protocol=variant, p50_us=spent, gb_per_s=number(rate), num_sms=int(sms))
             add(number_of_run, row)
@@ -73,6 +90,14 @@ def _by_run(found: Sequence[Sequence[str]], key: int) -> list[list[Sequence[str]
     return runs
 
 
+def _by_variant(lines: Sequence[Sequence[str]]) -> list[tuple[str, list[Sequence[str]]]]:
+    """Lines of low latency by the shape in them."""
+    named: dict[str, list[Sequence[str]]] = {}
+    for line in lines:
+        named.setdefault(re.sub(r",? *return_recv_hook=\w+", "", line[1]).strip(), []).append(line)
+    return [(f"{_LOW}, {name}" if name else _LOW, each) for name, each in named.items()]
+
+
 def _ranks(what: str, times: list[float], rates: list[float], variant: str) -> Row:
     return Row(
         what,
@@ -83,5 +108,5 @@ def _ranks(what: str, times: list[float], rates: list[float], variant: str) -> R
         p50_us=median(times),
         min_us=min(times),
         max_us=max(times),
-        gb_per_s=median(rates),
+        gb_per_s=median(rates) if rates else None,
     )

@@ -38,6 +38,8 @@ def _documents(values: Sequence[Any]) -> list[dict[str, Any]]:
 def _run(data: dict[str, Any]) -> Foreign:
     if data.get("error"):
         raise ForeignError(f"iperf3 failed: {data['error']}")
+    if not data.get("end"):
+        raise ForeignError("JSON of iperf3 without its totals; was the run cut short?")
     try:
         start, end = data["start"], data["end"]
         test = start["test_start"]
@@ -66,6 +68,11 @@ def _row(data: dict[str, Any], test: Any, streams: Sequence[Any], direction: str
     if not total["bytes"] and end.get(f"sum_sent{direction}", {}).get("bytes"):
         total = end[f"sum_sent{direction}"]
         notes.append("the receiver reported nothing: the rate is the sender's")
+    total_rate, lost = number(total["bits_per_second"]) / 8e9, _lost(total)
+    if lost:
+        notes.append(f"{lost:.2%} of the datagrams were lost")
+        if total.get("sender"):  # releases before 3.11 report what was sent only
+            total_rate *= 1 - lost
     lanes = [_stream(one, index) for index, one in enumerate(streams)]
     carried = sum(lane.bytes for lane in lanes)
     lanes = [replace(lane, share=lane.bytes / carried if carried else 0.0) for lane in lanes]
@@ -74,7 +81,7 @@ def _row(data: dict[str, Any], test: Any, streams: Sequence[Any], direction: str
         str(test["protocol"]).lower(),
         int(test.get("blksize", 0)),
         protocol=("reverse" if direction else "forward") if both else None,
-        gb_per_s=number(total["bits_per_second"]) / 8e9,
+        gb_per_s=total_rate,
         rounds=[rate for one in data.get("intervals", []) if (rate := _interval(one, direction)) is not None],
         bytes_logical=int(total["bytes"]),
         lanes=lanes,
@@ -82,9 +89,17 @@ def _row(data: dict[str, Any], test: Any, streams: Sequence[Any], direction: str
     )
 
 
+def _lost(total: Any) -> float:
+    """The share of datagrams that did not arrive; 0 for streams."""
+    packets = number(total.get("packets") or 0)
+    return number(total.get("lost_packets") or 0) / packets if packets else 0.0
+
+
 def _interval(one: Any, direction: str) -> float | None:
-    """The rate of one interval in a direction; None if it is not known which direction the sum is of."""
+    """The rate of one interval in a direction; None for those left out (`-O`), and if the direction is not known."""
     found = one.get(f"sum{direction}")
+    if found is not None and found.get("omitted"):
+        return None
     # Old releases write both directions under the same key, of which JSON keeps the last.
     if found is None or (direction == "" and "sum_bidir_reverse" not in one and found.get("sender") is False):
         return None

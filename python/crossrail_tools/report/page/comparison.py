@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..comparing import ALPHA, MARGIN, MOST_BATCHES, Compared, beside, compare, figure_of
+from ..comparing import ALPHA, MARGIN, MOST_BATCHES, Compared, Pair, beside, compare, figure_of
 from ..sources import OURS, Source
 from ..sweeping import is_time
 from ..units import counted
 from .gather import rate_text, table_of, time_text
-from .model import Figure, Forest, Interval, Section
+from .model import Figure, Forest, Interval, Section, Table
 
 _MOST_ROWS = 24
 
@@ -41,7 +41,10 @@ def comparison_section(new: Sequence[Source], old: Sequence[Source]) -> Section:
     counts = [
         f"{len([one for one in found.rows if one.verdict == verdict])} {said}" for verdict, said in VERDICTS.items()
     ]
-    notes = [f"{counted(len(found.rows), 'row')}: {', '.join(counts)}."]
+    notes = [f"{counted(len(found.rows), 'row')}: {', '.join(counts)}."] if found.rows else []
+    if not found.rows and not found.untested:
+        notes.append("The two runs have no row of the same work.")
+    tables = [_untested(found.untested)] if found.untested else []
     notes += [
         f"The baseline: {one.name}, {one.environment.time}, commit {(one.environment.commit or 'unknown')[:9]}, "
         f"{one.environment.host} ({one.environment.cores} cores)."
@@ -50,16 +53,29 @@ def comparison_section(new: Sequence[Source], old: Sequence[Source]) -> Section:
     ]
     if found.unmatched:
         shown = "; ".join(found.unmatched[:5]) + ("; ..." if len(found.unmatched) > 5 else "")
-        notes.append(f"{counted(len(found.unmatched), 'row')} in only one of the runs, or without samples: {shown}")
-    notes.append(
+        notes.append(f"{counted(len(found.unmatched), 'row')} in only one of the runs: {shown}")
+    notes += [
         "What differs between runs of a process (memory, processors, neighbours) is not in the samples of one run: a "
         "row that differs here may do so for that reason. `crossrail sweep` repeats runs."
-    )
+    ] * bool(found.rows)
     text = (
         f"Mann and Whitney's test on medians of up to {MOST_BATCHES} consecutive batches of samples, p after Holm "
         f"below {ALPHA:g} over all rows together; a change of less than {MARGIN:.0%} counts as none."
     )
-    return Section("comparison", "Compared with the baseline", text, figures, notes=notes)
+    return Section("comparison", "Compared with the baseline", text, figures, tables, notes)
+
+
+def _untested(pairs: Sequence[Pair]) -> Table:
+    """Rows of both runs of which only one figure is known."""
+    common = _common([one.label for one in pairs])
+    lines = [[_without(one.label, common), *_figures(one), saving_text(one.saves)] for one in pairs]
+    title = "Without samples" + (f" (of all: {', '.join(common)})" if common else "")
+    note = "one figure of each run: whether they differ by more than chance is not known"
+    return Table(["row", "before", "now", "now by time"], lines, 1, title, note)
+
+
+def _figures(one: Pair) -> list[str]:
+    return [(time_text if is_time(one.rows[0]) else rate_text)(figure_of(row)) for row in one.rows]
 
 
 def beside_section(sources: Sequence[Source]) -> Section | None:
@@ -74,10 +90,8 @@ def beside_section(sources: Sequence[Source]) -> Section | None:
     common = _common([one.label for one in pairs])
     lines = []
     for one in pairs:
-        text = time_text if is_time(one.rows[0]) else rate_text
-        figures = [text(figure_of(row)) for row in one.rows]
         lines.append(
-            [_without(one.label, common), one.hows[0], one.hows[1], *figures, saving_text(one.saves)],
+            [_without(one.label, common), one.hows[0], one.hows[1], *_figures(one), saving_text(one.saves)],
         )
     names = [first.name, second.name] if first.name != second.name else ["first", "second"]
     columns = ["row", f"{names[0]}: over", f"{names[1]}: over", *names, f"{names[1]} by time"]

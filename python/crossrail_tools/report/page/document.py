@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from ..goals import COLUMNS, Outcome
 from ..mesh import figure
-from ..sources import Source, short_command
+from ..schema import Row
+from ..sources import OURS, Source, short_command
 from ..units import counted, format_bytes
 from .exchanges import MODES, control_section, expert_section, headline_experts
-from .gather import Entry, distinct, entries
+from .gather import Entry, distinct, entries, size_text
 from .matrices import mesh_section, slowest_pair, unpack_section
 from .model import Document, Section, Table, Tile
 from .scales import number_text
@@ -45,6 +46,9 @@ _KNOWN = frozenset(
         "alltoall",
     )
 )
+
+
+_MOST_LISTED = 5
 
 
 def document(sources: Sequence[Source], title: str, first: Sequence[Section] = ()) -> Document:
@@ -95,6 +99,12 @@ def _warnings(sources: Sequence[Source]) -> list[str]:
         for source in sources
         if source.partial
     ]
+    made += [
+        f"{source.name}: {text}"
+        for source in sources
+        if source.program != OURS
+        for text in [*_wrong(source.rows), *distinct(note for row in source.rows for note in row.notes)]
+    ]
     hosts = distinct(
         f"{source.environment.host} ({source.environment.cores} cores)" for source in sources if source.environment
     )
@@ -103,6 +113,17 @@ def _warnings(sources: Sequence[Source]) -> list[str]:
             f"These files are from {len(hosts)} machines: {', '.join(hosts)}. Compare figures of one machine only."
         )
     return made
+
+
+def _wrong(rows: Sequence[Row]) -> list[str]:
+    """States the rows whose data was wrong, as the program that moved it found."""
+    wrong = [
+        " ".join([row.what, size_text(row.size), *filter(None, [row.protocol])])
+        for row in rows
+        if row.verified is False
+    ]
+    listed = ", ".join(wrong[:_MOST_LISTED]) + (f" and {len(wrong) - _MOST_LISTED} more" * (len(wrong) > _MOST_LISTED))
+    return [f"data was wrong in {counted(len(wrong), 'row')}: {listed}"] if wrong else []
 
 
 def _tiles(found: Sequence[Entry], sources: Sequence[Source]) -> list[Tile]:

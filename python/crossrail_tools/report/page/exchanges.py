@@ -135,6 +135,7 @@ def _variant(row: Row) -> str:
     words += ["routing cached" if row.cached else "", f"{row.num_sms} SMs" if row.num_sms and row.device else ""]
     words += [f"routing {row.routing}" if row.routing not in (None, "uniform") else ""]
     words += ["no shared memory" if row.backend == "none" else "", f"given {row.given}" if row.given else ""]
+    words += ["once per node" if row.send == "node" else ""]
     return ", ".join(word for word in words if word)
 
 

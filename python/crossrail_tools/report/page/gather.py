@@ -17,19 +17,25 @@ US = "\N{MICRO SIGN}s"
 
 @dataclass(frozen=True)
 class Entry:
-    """A row, the program that measured it (empty: Crossrail), and the file it is from."""
+    """A row, the program that measured it (empty: Crossrail), and the file it is from.
+
+    ``foreign``: the file is another program's; a peer's row in a file of Crossrail is not foreign.
+    """
 
     row: Row
     program: str
     file: str
+    foreign: bool = False
 
 
 def entries(sources: Sequence[Source]) -> list[Entry]:
     """Every row of every file, with the rows of other programs in the same files."""
     made = []
     for source in sources:
-        made += [Entry(row, "" if source.program == OURS else source.program, source.name) for row in source.rows]
-        made += [Entry(row, name, source.name) for name, rows in source.others.items() for row in rows]
+        foreign = source.program != OURS
+        program = source.program if foreign else ""
+        made += [Entry(row, program, source.name, foreign) for row in source.rows]
+        made += [Entry(row, name, source.name, foreign) for name, rows in source.others.items() for row in rows]
     return made
 
 
@@ -47,13 +53,43 @@ class Points:
 
 
 def curves(found: Sequence[Entry], name: Callable[[Entry], str], x: Callable[[Entry], float]) -> list[Points]:
-    """Entries by curve and place. The file is added to the names where several files have the same curve."""
-    names = _with_files(found, name, x)
+    """Entries by curve and place. The file is added to the names where several files have the same curve.
+
+    Rows of another program have a curve for each of what they differ in: never is the mean of two of them shown.
+    """
+    names = _with_files(found, _with_variants(found, name), x)
     made: dict[str, dict[float, list[Entry]]] = {}
     for entry, label in zip(found, names, strict=True):
         made.setdefault(label, {}).setdefault(x(entry), []).append(entry)
     ordered = sorted(made.items(), key=lambda item: any(one.program for at in item[1].values() for one in at))
     return [Points(label, dict(sorted(at.items()))) for label, at in ordered]
+
+
+_VARIANTS: tuple[tuple[str, Callable[[Row], object]], ...] = (
+    ("", lambda row: row.protocol),
+    ("batch ", lambda row: row.window),
+    ("", lambda row: row.transport),
+)
+
+
+def _with_variants(found: Sequence[Entry], name: Callable[[Entry], str]) -> Callable[[Entry], str]:
+    """The names, with what rows of another program differ in."""
+    values: dict[tuple[str, int], set[str]] = {}
+    for entry in found:
+        for place, (_, of) in enumerate(_VARIANTS):
+            if entry.foreign:
+                values.setdefault((name(entry), place), set()).add(str(of(entry.row)))
+
+    def variant(entry: Entry) -> str:
+        named = name(entry)
+        words = [
+            f"{label}{of(entry.row)}"
+            for place, (label, of) in enumerate(_VARIANTS)
+            if entry.foreign and len(values[named, place]) > 1 and of(entry.row) not in (None, "")
+        ]
+        return ", ".join([named, *words])
+
+    return variant
 
 
 def _with_files(found: Sequence[Entry], name: Callable[[Entry], str], x: Callable[[Entry], float]) -> list[str]:

@@ -30,6 +30,9 @@ from .scales import number_text, time_unit
 LATENCIES = ("latency", "write", "put")
 RATES = ("bandwidth", "pair", "transfer", "bidirectional bandwidth", "bi-directional bandwidth")
 
+_SHOWN = frozenset((*LATENCIES, *RATES, "dispatch", "combine", "e2e", "stream"))
+"""Measurements of other programs that have sections of their own."""
+
 _MOST_BARS = 24
 
 _FEW = 4
@@ -388,7 +391,7 @@ def other_section(found: Sequence[Entry], known: frozenset[str]) -> Section | No
     chosen = [
         entry
         for entry in found
-        if entry.row.what not in known
+        if (entry.row.what not in known or (entry.foreign and entry.row.what not in _SHOWN))
         and (latency_of(entry.row) is not None or entry.row.samples_us or entry.row.gb_per_s)
     ]
     if not chosen:
