@@ -3,7 +3,7 @@
 
 use std::net::Ipv4Addr;
 use std::os::fd::{BorrowedFd, RawFd};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crossrail::placing::{self, Event, Extent, Imm, LaneError, Loan, Placing, Post};
@@ -18,6 +18,13 @@ fn context(tls: &str) -> Context {
 
 fn worker(tls: &str, name: &str) -> Worker {
     Worker::new(&context(tls), WorkerOptions { name: Some(name.to_owned()), ..WorkerOptions::default() }).unwrap()
+}
+
+/// One test at a time: providers poll while they connect, and others would be late.
+static TURN: Mutex<()> = Mutex::new(());
+
+fn turn() -> MutexGuard<'static, ()> {
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Two workers over that, joined; `None` where libfabric has no such provider, which is reported.
@@ -54,6 +61,7 @@ fn objects(ab: &Endpoint, ba: &Endpoint, index: u16) -> (Box<dyn Placing>, Box<d
 
 #[test]
 fn messages_go_over_the_lane_that_explain_names() {
+    let _turn = turn();
     let Some(((_a, ab), (b, _ba))) = pair("fabric:tcp") else { return };
     let explain = ab.explain();
     assert!(explain.small.starts_with("fabric/lo"), "{explain}");
@@ -70,6 +78,7 @@ fn messages_go_over_the_lane_that_explain_names() {
 
 #[test]
 fn one_sided_writes_go_over_libfabric_where_it_is_named() {
+    let _turn = turn();
     let Some(((_a, ab), (_b, ba))) = pair("tcp,fabric:tcp") else { return };
     for index in [0, 5] {
         let (mut one, mut two) = objects(&ab, &ba, index);
@@ -98,6 +107,7 @@ fn one_sided_writes_go_over_libfabric_where_it_is_named() {
 
 #[test]
 fn the_end_of_an_endpoint_ends_its_objects_at_both_ends() {
+    let _turn = turn();
     let Some(((_a, ab), (_b, ba))) = pair("tcp,fabric:tcp") else { return };
     let (mut one, mut two) = objects(&ab, &ba, 0);
     ab.close(Some(LIMIT)).unwrap();
@@ -161,6 +171,7 @@ fn write_once(one: &mut Box<dyn Placing>, two: &mut Box<dyn Placing>) {
 
 #[test]
 fn an_object_whose_connection_is_lost_says_what_to_do_and_that_works() {
+    let _turn = turn();
     let rail = Ipv4Addr::new(127, 0, 0, 71);
     let Some(((_a, ab), (_b, ba))) = pair_over("tcp,fabric:tcp", &rail.to_string()) else { return };
     let before = sockets_at(rail);
@@ -190,6 +201,7 @@ fn an_object_whose_connection_is_lost_says_what_to_do_and_that_works() {
 /// Objects one after the other leave nothing at their endpoints.
 #[test]
 fn objects_one_after_the_other_leave_no_descriptors() {
+    let _turn = turn();
     let Some(((_a, ab), (_b, ba))) = pair_over("tcp,fabric:tcp", "127.0.0.72") else { return };
     let life = |number: u16| {
         let (mut one, mut two) = objects(&ab, &ba, number % 16);
@@ -204,6 +216,7 @@ fn objects_one_after_the_other_leave_no_descriptors() {
 
 #[test]
 fn four_rails_carry_a_transfer_and_a_lost_one_comes_back() {
+    let _turn = turn();
     let rails: Vec<Ipv4Addr> = (73..77).map(|last| Ipv4Addr::new(127, 0, 0, last)).collect();
     let names: Vec<String> = rails.iter().map(ToString::to_string).collect();
     let Some(((_a, ab), (b, _ba))) = pair_over("fabric:tcp", &names.join(",")) else { return };
@@ -247,6 +260,7 @@ fn carried(object: &dyn Placing) -> Vec<(String, u64)> {
 
 #[test]
 fn an_object_goes_on_without_a_rail_until_that_is_back() {
+    let _turn = turn();
     let rails: Vec<Ipv4Addr> = (78..82).map(|last| Ipv4Addr::new(127, 0, 0, last)).collect();
     let names: Vec<String> = rails.iter().map(ToString::to_string).collect();
     let Some(((_a, ab), (_b, ba))) = pair_over("tcp,fabric:tcp", &names.join(",")) else { return };
@@ -307,6 +321,7 @@ fn an_object_goes_on_without_a_rail_until_that_is_back() {
 
 #[test]
 fn an_unknown_provider_is_named() {
+    let _turn = turn();
     let (a, b) = (worker("fabric:nonesuch", "alpha"), worker("fabric:nonesuch", "beta"));
     let error = a.connect(&b.address(), &ConnectOptions::default()).map(drop).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Unsupported, "{error}");
