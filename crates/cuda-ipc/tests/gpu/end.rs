@@ -228,7 +228,7 @@ impl End {
             // SAFETY: memory of this test, which outlives the copy.
             match unsafe { self.link.step(job, 1 << 20) } {
                 Step::Done => return Ok(()),
-                Step::Failed(why) => return Err(why),
+                Step::Failed(why) | Step::Unmapped(why) => return Err(why),
                 Step::Moved(_) | Step::Waiting => {}
             }
             self.pump();

@@ -176,7 +176,7 @@ fn many_small_copies_are_in_flight_at_once() {
             #[allow(unsafe_code)]
             match unsafe { two.own.link.step(job, 1 << 20) } {
                 Step::Done => ended.push(at),
-                Step::Failed(why) => panic!("{why}"),
+                Step::Failed(why) | Step::Unmapped(why) => panic!("{why}"),
                 Step::Moved(_) | Step::Waiting => {}
             }
         }

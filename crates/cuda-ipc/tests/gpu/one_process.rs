@@ -54,7 +54,7 @@ impl Both {
             #[allow(unsafe_code)]
             match unsafe { self.first.link.step(&mut job, 1 << 20) } {
                 Step::Done => return Ok(()),
-                Step::Failed(why) => return Err(why),
+                Step::Failed(why) | Step::Unmapped(why) => return Err(why),
                 Step::Moved(_) | Step::Waiting => assert!(started.elapsed() < LIMIT, "a copy without end"),
             }
         }

@@ -90,6 +90,11 @@ struct Exchange<'a> {
     window: Window,
 }
 
+/// Of one end: first byte, bytes from one row to the next, rows.
+type Parts<'a> = &'a [(u64, u64, u64)];
+/// Numbers of the rows at both ends.
+type Numbers<'a> = (&'a [u32], &'a [u32]);
+
 impl Exchange<'_> {
     fn new<'a>(two: &'a mut TwoProcesses, kind: &str, len: usize) -> Exchange<'a> {
         let own = Memory::new(&two.own.context, kind, len);
@@ -102,8 +107,8 @@ impl Exchange<'_> {
     fn run(
         &mut self,
         direction: Copy,
-        parts: (&[(u64, u64, u64)], &[(u64, u64, u64)]),
-        (odd, index): ((u64, u64), Option<(&[u32], &[u32])>),
+        parts: (Parts<'_>, Parts<'_>),
+        (odd, index): ((u64, u64), Option<Numbers<'_>>),
         skip: u64,
     ) -> Vec<(Duration, Duration)> {
         let own = &mut self.two.own;
