@@ -306,7 +306,8 @@ impl Inner {
         let rings = Proxy::rings(self.launches.cuda(), lanes)?;
         self.heap.set_rings(&rings.iter().map(Ring::addresses).collect::<Vec<_>>())?;
         let window = self.sight.window(self.context.settings(), &self.name, self.me);
-        let proxy = Proxy::start(&rings, self.config.ranks, window, self.membership.rails_watch())?;
+        let proxy =
+            Proxy::start(&rings, proxy::threads(lanes), self.config.ranks, window, self.membership.rails_watch())?;
         // Changes of membership are made one after the other.
         Ok(self.proxy.get_or_init(|| proxy))
     }

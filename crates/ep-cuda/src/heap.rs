@@ -404,7 +404,8 @@ mod tests {
         let heap = heap_of(&shape);
         heap.set_mask(2, true).unwrap();
         heap.set_places(1, [0x1234_5678_9abc, 2, 3]).unwrap();
-        heap.set_rings(&[[4, 5], [6, 7], [8, 9], [10, 11]]).unwrap();
+        let rings = crate::proxy::lanes(shape.ranks) as u64;
+        heap.set_rings(&(0..rings).map(|ring| [4 + 2 * ring, 5 + 2 * ring]).collect::<Vec<_>>()).unwrap();
         heap.set_far(&[6]).unwrap();
         assert_eq!(heap.masks(), [false, false, true]);
         let word = |at: u64| {
@@ -415,9 +416,9 @@ mod tests {
         assert_eq!([heap.peers(), heap.to(), heap.from()].map(|table| word(table + 8)), [0x1234_5678_9abc, 2, 3]);
         let ring = |number: u64, part: usize| word(heap.rings() + number * size_of::<EpRing>() as u64 + part as u64);
         assert_eq!([1, 3].map(|number| ring(number, offset_of!(EpRing, far))), [6, 6]);
-        assert_eq!([1, 3].map(|number| ring(number, offset_of!(EpRing, last))), [3, 3]);
+        assert_eq!([1, 3].map(|number| ring(number, offset_of!(EpRing, last))), [rings - 1; 2]);
         assert_eq!([1, 3].map(|number| ring(number, offset_of!(EpRing, commands))), [6, 10]);
-        assert_eq!(heap.rings() + 4 * size_of::<EpRing>() as u64, heap.base() + heap.memory.len() as u64);
+        assert_eq!(heap.rings() + rings * size_of::<EpRing>() as u64, heap.base() + heap.memory.len() as u64);
     }
 
     /// Of more ranks than a word has bits, rings have the address of their words.

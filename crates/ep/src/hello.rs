@@ -10,7 +10,7 @@ pub(crate) const HELLO_TAG: u64 = 0x4550_0000_0004_0001;
 /// Tag of a [`Verdict`].
 pub(crate) const VERDICT_TAG: u64 = 0x4550_0000_0004_0002;
 /// Upper bound on the bytes of a message: longer ones are refused before anything is allocated.
-pub(crate) const MAX_MESSAGE: usize = 4096;
+pub const MAX_MESSAGE: usize = 8192;
 
 /// A rank's entry in the store.
 #[derive(Debug, Serialize, Deserialize)]

@@ -43,13 +43,25 @@ use self::worker::Lane;
 /// Maximum time that a thread takes to answer.
 const ANSWER: Duration = Duration::from_secs(5);
 
+/// Most lanes to a far rank.
+const MOST_LANES: usize = 8;
+// One message has the targets of all of them.
+const _: () = assert!(MOST_LANES * Offer::TARGETS + 256 <= crossrail_ep::hello::MAX_MESSAGE);
+
 /// Lanes to each far rank; the same on every rank.
 pub(crate) fn lanes(ranks: u32) -> usize {
     match ranks {
-        ..=16 => 4,
+        ..=4 => MOST_LANES,
+        5..=16 => 4,
         17..=32 => 2,
         _ => 1,
     }
+}
+
+/// Number of threads for that number of lanes: several ranks share a host, and each thread may poll.
+pub(crate) fn threads(lanes: usize) -> usize {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    (cores / 4).clamp(1, lanes)
 }
 
 /// Reports that a far rank cannot be reached any more: its number, the generation of its connection, and why.
@@ -88,11 +100,8 @@ pub(crate) struct Proxy {
 }
 
 impl Proxy {
-    /// Starts its threads, with the rings' memory, one for each lane.
-    pub(crate) fn start(rings: &[Area], ranks: u32, window: Window, lost: Lost) -> Result<Proxy> {
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        // Several ranks share a host, and each thread may poll.
-        let count = (cores / 4).clamp(1, rings.len());
+    /// Starts `count` threads, with the rings' memory, one for each lane.
+    pub(crate) fn start(rings: &[Area], count: usize, ranks: u32, window: Window, lost: Lost) -> Result<Proxy> {
         let bells = (0..count).map(|_| Bell::default()).collect();
         let (ending, graphs) = (AtomicBool::new(false), AtomicBool::new(false));
         let common = Arc::new(Common { ending, graphs, bells, lost, window });

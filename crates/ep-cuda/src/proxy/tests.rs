@@ -356,22 +356,31 @@ fn seen_threaded(window: &Window) -> [Threaded; 2] {
     wrapped(window, "tcp", &|placing, _, _| placing)
 }
 
-/// `wrap`: replaces the rails to a rank in a lane.
-fn wrapped(
+/// Replaces the rails to a rank in a lane.
+type Wrap<'a> = &'a dyn Fn(Box<dyn Placing>, u32, usize) -> Box<dyn Placing>;
+
+fn wrapped(window: &Window, tls: &str, wrap: Wrap<'_>) -> [Threaded; 2] {
+    let lanes = super::lanes(2);
+    pair_of(&SHAPE, "127.0.0.1,127.0.0.2", (lanes, super::threads(lanes)), window, tls, wrap)
+}
+
+fn pair_of(
+    shape: &Shape,
+    rails: &str,
+    (lanes, threads): (usize, usize),
     window: &Window,
     tls: &str,
-    wrap: &dyn Fn(Box<dyn Placing>, u32, usize) -> Box<dyn Placing>,
+    wrap: Wrap<'_>,
 ) -> [Threaded; 2] {
-    let lanes = super::lanes(2);
     let worker = |name: &str| {
-        let settings = [("CROSSRAIL_TLS", tls), ("CROSSRAIL_NET_DEVICES", "127.0.0.1,127.0.0.2")];
+        let settings = [("CROSSRAIL_TLS", tls), ("CROSSRAIL_NET_DEVICES", rails)];
         let context = Context::new(Settings::from_pairs(settings).unwrap()).unwrap();
         Worker::new(&context, WorkerOptions { name: Some(name.to_owned()), ..WorkerOptions::default() }).unwrap()
     };
     let workers = [worker("rank 0"), worker("rank 1")];
     let dialled = workers[1].connect(&workers[0].address(), &ConnectOptions::default()).unwrap();
     let accepted = workers[0].accept(Some(LIMIT)).unwrap();
-    let inbox = Inbox::of(&SHAPE);
+    let inbox = Inbox::of(shape);
     let area = || Area::plain(inbox.area_bytes() as usize);
     let fars = [1, 0].map(|rank| Arc::new(FarRank::new(rank, area(), area(), inbox, lanes)));
     let open = |endpoint: &Endpoint| -> Vec<Box<dyn Placing>> {
@@ -395,6 +404,7 @@ fn wrapped(
         let (tell, lost) = channel();
         let proxy = Proxy::start(
             &rings,
+            threads,
             2,
             window.clone(),
             Box::new(move |rank, _, why| drop(tell.send((rank, why.to_owned())))),
@@ -453,9 +463,10 @@ fn carry_both_ways(tls: &str) {
     assert_eq!(a.far.sent_bytes(), 20 * 9 * SHAPE.heap().piece_stride);
     let report = a.far.to_string();
     // A row each, and from each lane the release of the slots.
+    let (commands, placed) = (20 * (9 + lanes), vec![20; lanes]);
     let expected =
-        "260 commands read, 190080 bytes sent; dispatch: placed up to [20, 20, 20, 20], released 20, free 20";
-    assert!(report.contains(expected), "{report}");
+        format!("{commands} commands read, 190080 bytes sent; dispatch: placed up to {placed:?}, released 20, free 20");
+    assert!(report.contains(&expected), "{report}");
     assert!(a.lost.try_recv().is_err() && b.lost.try_recv().is_err());
 }
 
@@ -634,4 +645,97 @@ fn the_page_and_the_trace_show_what_the_proxy_does() {
     let found: Vec<String> = bursts.filter(|text| text.contains("\"name\":\"burst\"")).collect();
     assert!(found.len() == 1 && found[0].contains("to rank 1"), "{found:?}");
     std::fs::remove_dir_all(&folder).unwrap();
+}
+
+/// Measures exchanges without kernels: both ranks append the commands of an operation at once, as kernels do, and wait for
+/// the other's flags. `PACE_RAILS`: addresses; `PACE_ITERS`; `PACE_LANES`; `PACE_THREADS`; `PACE_TOKENS`.
+#[test]
+#[ignore = "measures"]
+fn pace() {
+    let text = |name: &str, usual: &str| std::env::var(name).unwrap_or_else(|_| usual.to_owned());
+    let number = |name: &str, usual: usize| text(name, &usual.to_string()).parse::<usize>().unwrap();
+    let rails = text("PACE_RAILS", "127.0.0.1,127.0.0.2,127.0.0.3,127.0.0.4");
+    let iters = number("PACE_ITERS", 200) as u64;
+    let lanes = number("PACE_LANES", super::lanes(2));
+    let threads = number("PACE_THREADS", super::threads(lanes));
+    for tokens in text("PACE_TOKENS", "8,128,4096").split(',').map(|tokens| tokens.parse::<u64>().unwrap()) {
+        let max_tokens = tokens.max(128) as u32;
+        let shape = Shape { hidden: 7168, topk: 8, experts: 288, max_tokens, ..SHAPE };
+        let iters = if tokens >= 4096 { iters.div_ceil(10) } else { iters };
+        let began = Instant::now();
+        let ends = pair_of(&shape, &rails, (lanes, threads), &Window::default(), "tcp", &|placing, _, _| placing);
+        let opened = began.elapsed();
+        let meet = std::sync::Barrier::new(2);
+        let mut spent = std::thread::scope(|scope| {
+            let ranks = ends.map(|mut end| {
+                let (meet, shape) = (&meet, &shape);
+                let turns = 1..iters + 11;
+                scope.spawn(move || {
+                    let spent: Vec<_> = turns.map(|turn| end.exchange(shape, meet, turn, tokens)).collect();
+                    (spent, end)
+                })
+            });
+            // Neither end is dropped before both are done.
+            ranks.map(|rank| rank.join().unwrap())[0].0.split_off(10)
+        });
+        for operation in 0..2 {
+            spent.sort_unstable_by_key(|times| times[operation]);
+            let at =
+                |part: usize| spent[(spent.len() * part / 100).min(spent.len() - 1)][operation].as_secs_f64() * 1e6;
+            let name = ["dispatch", "combine"][operation];
+            println!(
+                "{lanes} lanes, {threads} threads, {tokens} tokens, {name}: min {:.0}, p50 {:.0}, p90 {:.0}, p99 {:.0} us; \
+                 opened in {opened:.1?}",
+                at(0),
+                at(50),
+                at(90),
+                at(99)
+            );
+        }
+    }
+}
+
+impl Threaded {
+    /// A dispatch and a combine of that number of rows each; their durations.
+    fn exchange(&mut self, shape: &Shape, meet: &std::sync::Barrier, epoch: u64, tokens: u64) -> [Duration; 2] {
+        let heap = shape.heap();
+        let (lanes, most, pieces) = (self.rings.len(), u64::from(shape.max_tokens), u64::from(shape.pieces()));
+        let slot = epoch % 2;
+        let rows = heap.rows + slot * most * heap.row_stride;
+        let flags = heap.row_flags + slot * most * pieces * heap.flag_stride;
+        let back = heap.back + slot * heap.back_slot;
+        let back_flags = heap.back_flags + slot * heap.back_flags_slot;
+        let word = |end: &Threaded, at: u64| end.far.receive.word(at).load(Ordering::Acquire);
+        let operations = [
+            (EP_COMMAND_ROWS_FP8, rows, heap.row_stride, flags, u64::from(EP_WORD_DISPATCH_TAKEN)),
+            (EP_COMMAND_BACK, back, heap.back_stride, back_flags, u64::from(EP_WORD_COMBINE_TAKEN)),
+        ];
+        operations.map(|(kind, first, stride, flags, taken)| {
+            self.proxy.wake(false);
+            meet.wait();
+            let began = Instant::now();
+            // As append_range in ep_commands.cuh.
+            let stripe = if tokens * stride < 256 << 10 { 13 } else { 16 };
+            for row in 0..tokens {
+                let at = first + row * stride;
+                self.append((at >> stripe) as usize % lanes, kind, epoch, range_number(at, stride));
+            }
+            for row in 0..tokens {
+                let flag = flags + (row * pieces + pieces - 1) * heap.flag_stride;
+                while word(self, flag) != epoch {
+                    assert!(began.elapsed() < LIMIT / 6, "no row {row} of {epoch}: {}", self.far);
+                    std::hint::spin_loop();
+                }
+            }
+            let spent = began.elapsed();
+            (0..lanes).for_each(|lane| self.append(lane, EP_COMMAND_TAKEN, epoch, taken));
+            let free = heap.words + 8 * taken;
+            while word(self, free) < epoch {
+                let report = || format!("{}; {:?}", self.far, self.far.reported().0);
+                assert!(began.elapsed() < LIMIT / 6, "no release of the slots of {epoch}: {}", report());
+                std::thread::yield_now();
+            }
+            spent
+        })
+    }
 }

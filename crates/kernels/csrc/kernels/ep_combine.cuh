@@ -281,7 +281,8 @@ struct Returns {
                 u32 elements = piece_elements(r.piece);
                 u32 bytes = is_coded<Wire>(c, r.source) ? Wire::bytes(elements) : elements * 2;
                 bool far = !NODE && (start.far >> r.source & 1);
-                if (far) flag = range_command(EP_COMMAND_BACK, r.source, place, bytes);
+                u64 all = start.tokens[r.source] * c.heap.back_stride;
+                if (far) flag = range_command(EP_COMMAND_BACK, r.source, place, bytes, all);
                 u64 to = inbox + place;
 #if EP_NODE
                 if (is_elsewhere(c, r.source)) {

@@ -16,8 +16,11 @@
 
 constexpr u32 COMMAND_LENGTH = 19;
 constexpr u64 COMMAND_NUMBER = (1ull << 48) - 1;
-// Size of the stripes that the rings take in turn, as a power of two.
+// Sizes of the stripes that the rings take in turn, as powers of two: of long ranges, and of so few bytes that one thread of
+// the proxy would send them all.
 constexpr u32 RING_STRIPE = 16;
+constexpr u32 RING_STRIPE_OF_FEW = 13;
+constexpr u64 FEW_BYTES = 256 << 10;
 
 __device__ __forceinline__ EpRing &ring_at(const EpCommon &c, u32 number) { return at<EpRing>(c.rings, number); }
 
@@ -59,23 +62,25 @@ __device__ __noinline__ void append_to(const EpCommon &c, EpRing &ring, u32 kind
 // Of `bytes` bytes at `offset` in the inbox, both multiples of 8.
 __device__ __forceinline__ u64 range_number(u64 offset, u32 bytes) { return offset / 8 << COMMAND_LENGTH | bytes / 8; }
 
-// Appends the command of a range. Neighbours go to one ring, so that the proxy can join them.
-__device__ __forceinline__ void append_range(const EpCommon &c, u32 kind, u32 rank, u64 epoch, u64 number) {
-    u32 stripe = static_cast<u32>(number >> (COMMAND_LENGTH - 3 + RING_STRIPE));
+// Appends the command of a range. Neighbours go to one ring, so that the proxy can join them. `few`: it is one of few.
+__device__ __forceinline__ void append_range(const EpCommon &c, u32 kind, u32 rank, u64 epoch, u64 number, bool few = false) {
+    u32 stripe = static_cast<u32>(number >> (COMMAND_LENGTH - 3 + (few ? RING_STRIPE_OF_FEW : RING_STRIPE)));
     append_to(c, ring_at(c, stripe & static_cast<u32>(ring_at(c, 0).last)), kind, rank, epoch, number);
 }
 
 // The command of a range, in place of the address of a flag: bit 63 distinguishes it.
 //
-//     | 1 | kind, 4 | rank, 10 | 0 | offset / 8, 29 | bytes / 8, 19 |
-__device__ __forceinline__ u64 range_command(u32 kind, u32 rank, u64 offset, u32 bytes) {
-    return 1ull << 63 | u64(kind) << 59 | u64(rank) << 49 | range_number(offset, bytes);
+//     | 1 | kind, 4 | rank, 10 | few | offset / 8, 29 | bytes / 8, 19 |
+//
+// `all`: bytes of all ranges of that kind for the rank.
+__device__ __forceinline__ u64 range_command(u32 kind, u32 rank, u64 offset, u32 bytes, u64 all = FEW_BYTES) {
+    return 1ull << 63 | u64(kind) << 59 | u64(rank) << 49 | u64(all < FEW_BYTES) << 48 | range_number(offset, bytes);
 }
 
 // Appends the command that stands in place of a flag. Not inline, as all that is for far ranks only: the instruction cache is
 // cold at the start of a launch.
 __device__ __noinline__ void append_in_place(const EpCommon &c, u64 flag, u64 epoch) {
-    append_range(c, flag >> 59 & 15, flag >> 49 & 1023, epoch, flag & COMMAND_NUMBER);
+    append_range(c, flag >> 59 & 15, flag >> 49 & 1023, epoch, flag & COMMAND_NUMBER, flag >> 48 & 1);
 }
 
 // Sets the flag at an address, or appends the command in its place. After a system fence of this thread.

@@ -127,7 +127,8 @@ struct Outgoing {
         u64 inbox = start.to[rank], row = parity_of(start.sent) * c.max_tokens + token;
         u64 place = c.heap.rows + row * c.heap.row_stride + piece * c.heap.piece_stride, to = inbox + place;
         u64 flag = inbox + c.heap.row_flags + (row * PIECES + piece) * c.heap.flag_stride;
-        if (start.far >> rank & 1) flag = range_command(ROWS_COMMAND, rank, place, bytes);
+        u64 all = c.tokens * c.heap.row_stride;
+        if (start.far >> rank & 1) flag = range_command(ROWS_COMMAND, rank, place, bytes, all);
         start_sending(pending, stage, bytes, sender, to, flag, lane);
     }
 };
