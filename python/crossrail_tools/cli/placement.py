@@ -224,18 +224,6 @@ def known_gpus(context: crossrail.Context, wanted: Sequence[str] | str) -> list[
     return list(wanted)
 
 
-def one_gpu_each(where: Placement, context: crossrail.Context, every: bool) -> Placement:
-    """A placement with one GPU per rank; if ``every``, with a rank for every GPU. Raises as `known_gpus`."""
-    gpus = known_gpus(context, "all")
-    if every:
-        where = replace(where, num_processes=len(gpus))
-    if where.local_size > len(gpus):
-        raise UsageFailure(
-            f"{where.local_size} ranks need one GPU each, and this machine has {counted(len(gpus), 'GPU')}"
-        )
-    return where
-
-
 def shared_gpus(where: Placement, context: crossrail.Context, every: bool) -> tuple[Placement, tuple[str, ...]]:
     """A placement and the GPU of each rank; if ``every``, with a rank for every GPU. Several ranks may share a GPU.
 

@@ -21,7 +21,7 @@ from crossrail_tools.verify.sampling import Judge, inputs, outputs
 
 from ..ends import ENDED
 from ..failure import Failure, UsageFailure
-from ..placement import one_gpu_each, pin_to
+from ..placement import pin_to, shared_gpus
 from ..processes import Message
 from ..rank_process import Parent, gather, join
 from ..ranks import Ranks
@@ -45,26 +45,29 @@ OURS = "ours"
 def measure(options: EpOptions, progress: Progress) -> Report:
     """Runs the bench. The report has rows on the first node only. Raises Failure and the library's errors."""
     context = options.context()
-    options = _placed(options, context)
-    run = _Run(options, progress, context)
+    options, gpus = _placed(options, context)
+    run = _Run(options, progress, context, gpus)
     rows = run.rows()
     return make_report(options, rows, run.versions)
 
 
-def _placed(options: EpOptions, context: crossrail.Context) -> EpOptions:
-    """The options with one rank per GPU, unless fewer were requested."""
-    where = one_gpu_each(options.placement, context, options.every_gpu)
+def _placed(options: EpOptions, context: crossrail.Context) -> tuple[EpOptions, tuple[str, ...]]:
+    """The options with one rank per GPU, unless another number was requested, and the GPU of each rank here."""
+    where, gpus = shared_gpus(options.placement, context, options.every_gpu)
     if where.local_size % options.nodes:
         ranks = where.local_size
         raise UsageFailure(f"--nodes {options.nodes}: {ranks} ranks cannot be divided evenly among as many nodes")
-    return replace(options, placement=where)
+    return replace(options, placement=where), gpus
 
 
 class _Run:
     """One run with all ranks that this command starts."""
 
-    def __init__(self, options: EpOptions, progress: Progress, context: crossrail.Context) -> None:
+    def __init__(
+        self, options: EpOptions, progress: Progress, context: crossrail.Context, gpus: tuple[str, ...]
+    ) -> None:
         self.options = options
+        self.gpus = gpus
         self.progress = progress
         self.context = context
         self.where = options.placement
@@ -97,7 +100,7 @@ class _Run:
         return {
             **self.where.member(rank, store, group, self.options.nodes),
             "cpu": self.options.cpus(self.where.local_size)[self.where.local_index(rank)],
-            "ordinal": self.where.local_index(rank),
+            "ordinal": int(self.gpus[self.where.local_index(rank)].removeprefix("cuda:")),
             "settings": self._settings(rank),
             "progress": self.progress.visible and rank == 0,
         }
