@@ -44,8 +44,8 @@ for line in sys.stdin:
     done
 }
 
-rm -rf "$pack/wheel" "$pack/tests" "$pack/examples" "$pack/manifest.json"
-mkdir -p "$pack/wheel" "$pack/tests" "$pack/examples"
+rm -rf "$pack/wheel" "$pack/tests" "$pack/examples" "$pack/c" "$pack/manifest.json"
+mkdir -p "$pack/wheel" "$pack/tests" "$pack/examples" "$pack/c"
 
 say "wheel"
 "$bin/python" packaging/nccl_plugin.py
@@ -53,6 +53,8 @@ say "wheel"
 say "tests"
 cargo test --quiet --locked --workspace --exclude crossrail-python --test 'gpu*' --no-run --message-format json |
     keep "$pack/tests"
+say "C library"
+"$bin/python" packaging/c_library.py --prefix "$pack/c"
 say "examples"
 cargo build --quiet --locked --release --package crossrail-kernels --package crossrail-emulator --package 'crossrail-cuda*' --examples \
     --message-format json | keep "$pack/examples"

@@ -134,7 +134,8 @@ def steps_for(pack: Path, site: Path | None, sizes: list[int], present: int) -> 
     steps: list[Step] = []
     for program in sorted((pack / "tests").iterdir()):
         steps += rust(program, sizes, {**environment, **compiler()})
-    environment = {**environment, **of_python(site)}
+    library = {"C_LIBRARY": str((pack / "c").resolve())} if (pack / "c").is_dir() else {}
+    environment = {**environment, **of_python(site), **library}
     for file in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
         steps += python(file, sizes, present, environment)
     steps += [sanitizer(pack, tool, min(max(sizes), 2), environment) for tool in SANITIZERS]

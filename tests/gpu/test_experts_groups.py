@@ -64,8 +64,8 @@ def test_gpus_that_do_not_reach_each_other(apart: dict[str, str]) -> None:
             assert dict(state["links"]) == {other: "self" if other == rank else "heap" for other in range(COUNT)}
         said = ranks.said()
     for rank in range(COUNT):
-        pair = f"ranks {rank} and {(rank + 1) % COUNT}"
-        assert f"{pair} cannot map each other's memory, so rows go through memory of their hosts" in said
+        pair = f"the GPUs of ranks {rank} and {(rank + 1) % COUNT}"
+        assert f"{pair} do not map each other's memory, so rows go through memory of their hosts" in said
 
 
 @pytest.mark.gpus(2)
