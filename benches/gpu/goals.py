@@ -25,6 +25,7 @@ from findings import ScenarioResults, peer  # noqa: E402
 from hosts import hosts  # noqa: E402
 from judging import LATENCY_GOAL, Outcome, as_latency, rate_against, time_against, unpacked  # noqa: E402
 from kv import kv  # noqa: E402
+from nodes import nodes, once  # noqa: E402
 from normal import normal  # noqa: E402
 from sockets import PLAIN, RAILS, SOCKETS, tcp  # noqa: E402
 from steps import gpu_count  # noqa: E402
@@ -266,12 +267,24 @@ SCENARIOS: dict[str, tuple[Callable[[Effort, ScenarioResults], None], float, int
     "ep_sweep": (experts.sweep, 180, 2),
     "ep_control": (experts.control, 60, 2),
     "ep_hosts": (hosts, 120, 1),
+    "ep_nodes": (nodes, 180, 2),
+    "ep_once": (once, 120, 2),
     "ep_normal": (normal, 180, 2),
 }
 SETS = {
     "p2p": ("pair", "latency", "mesh", "unpack", "memory", "kv", "tcp"),
     "collectives": ("nccl", "device_api"),
-    "experts": ("ep_decode", "ep_prefill", "ep_hosts", "ep_normal", "ep_control", "ep_sms", "ep_sweep"),
+    "experts": (
+        "ep_decode",
+        "ep_prefill",
+        "ep_nodes",
+        "ep_hosts",
+        "ep_normal",
+        "ep_once",
+        "ep_control",
+        "ep_sms",
+        "ep_sweep",
+    ),
 }
 """Scenarios that are run by one name, the most important first, in case time runs out."""
 SHARED = ("tcp", "nccl", "device_api", "kv")

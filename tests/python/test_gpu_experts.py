@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import struct
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ sys.path[:0] = [str(GPU)]
 import experts  # noqa: E402
 import goals  # noqa: E402
 import hosts  # noqa: E402
+import nodes  # noqa: E402
 import normal  # noqa: E402
 import pack  # noqa: E402
 
@@ -108,7 +110,8 @@ def test_the_steps_of_a_buffers_life_are_added_up() -> None:
 
 def test_every_scenario_is_known_and_bounded() -> None:
     ours = {name: limits for name, limits in goals.SCENARIOS.items() if name.startswith("ep_")}
-    assert set(ours) == {"ep_decode", "ep_prefill", "ep_hosts", "ep_normal", "ep_sms", "ep_sweep", "ep_control"}
+    alone = {"ep_decode", "ep_prefill", "ep_hosts", "ep_normal", "ep_sms", "ep_sweep", "ep_control"}
+    assert set(ours) == alone | {"ep_nodes", "ep_once"}
     assert all(0 < limit <= 180 for _, limit, _ in ours.values())
     # What calls take of the host can be seen with one rank; the others are about links.
     assert {name for name, (_, _, gpus) in ours.items() if gpus < 2} == {"ep_hosts"}
@@ -133,7 +136,7 @@ class Asked:
 
 
 @pytest.mark.parametrize("quick", [True, False])
-@pytest.mark.parametrize("name", sorted({*goals.SETS["experts"]} - {"ep_hosts", "ep_normal"}))
+@pytest.mark.parametrize("name", sorted({*goals.SETS["experts"]} - {"ep_hosts", "ep_normal", "ep_nodes", "ep_once"}))
 def test_a_scenario_runs_commands_that_there_are(tmp_path: Path, name: str, quick: bool) -> None:
     asked = Asked()
     goals.SCENARIOS[name][0](Effort(3, quick), asked)  # type: ignore[arg-type]
@@ -221,6 +224,79 @@ def test_normal_mode_is_measured_by_both_versions_programs(tmp_path: Path, monke
         *(("deepep-v2", "--module=deep_ep", "--version=2", f"--tokens={tokens}") for tokens in (8, 128, 4096)),
     ]
     assert [one.failed for one in peers.outcomes] == [True]
+
+
+def test_two_nodes_are_measured_beside_the_same_rows_by_nccl(tmp_path: Path) -> None:
+    programs = []
+
+    class Peers(Asked):
+        def peer(self, name: str, script: str, *options: str, **environment: str) -> list[Any]:
+            programs.append((name, script, environment["CROSSRAIL_TLS"]))
+            return []
+
+        def missing_reason(self, name: str) -> str:
+            return "no GPU"
+
+    asked = Peers()
+    goals.SCENARIOS["ep_nodes"][0](Effort(3, True), asked)  # type: ignore[arg-type]
+    assert programs == [("drop-in", "host_calls.py", "tcp")]
+    *apart, alone = asked.commands
+    assert len(apart) == 2 * len(nodes.VARIANTS)
+    assert all((one.nodes, one.compare) == (2, ["nccl"]) for one in apart)
+    assert (alone.nodes, alone.transport, alone.tokens) == (1, "shm", 128)
+    assert len([one for one in asked.outcomes if one.failed]) == len(asked.outcomes) == 11
+
+
+def between(mode: str, tokens: int, time: float, theirs: float | None, p99: float = 0.0) -> Row:
+    peers = {} if theirs is None else {"nccl-tokens": PeerResult(what="", p50_us=theirs)}
+    return replace(row(mode, time), tokens=tokens, p99_us=p99, bytes_network=946_000, peers=peers)
+
+
+def test_two_nodes_have_goals_and_nccls_fastest_settings_beside() -> None:
+    turns = {
+        "slow": [between("e2e", 128, 330.0, 700.0, 600.0), between("dispatch", 8, 40.0, None)],
+        "fast": [between("e2e", 128, 350.0, 600.0, 900.0)],
+        "ours is slow": [between("e2e", 128, 350.0, 650.0, 900.0)],
+    }
+    found = {one.work: one for one in nodes.node_outcomes(turns, "no GPU")}
+    pair = found["two nodes, 128 tokens, dispatch + combine"]
+    assert (pair.ours, pair.to_reach, pair.peer, pair.ratio, pair.met) == (
+        "350 us",
+        "<= 340 us",
+        "600 us",
+        "0.58",
+        False,
+    )
+    assert pair.notes == ["946.00 kB over the network for each rank", "NCCL is fastest fast"]
+    tail = found["two nodes, 128 tokens, dispatch + combine, p99"]
+    assert (tail.ours, tail.peer, tail.met) == ("900 us", "350 us", False)
+    few = found["two nodes, 8 tokens, dispatch"]
+    assert (few.ours, few.peer, few.met) == ("40 us", "-", None)
+    assert found["two nodes, 4096 tokens, combine"].failed
+    calls = nodes.call_outcomes([called(8, "plain", 11.0, 10.0, 80.0)], "")
+    assert [one.met for one in calls] == [True, False, None, None]
+    assert nodes.unreached_outcome([between("e2e", 128, 109.0, None)], []).met
+
+
+def test_rows_once_per_node_stand_beside_rows_once_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked()
+    goals.SCENARIOS["ep_once"][0](Effort(3, True), asked)  # type: ignore[arg-type]
+    assert asked.outcomes[0].failed
+    monkeypatch.setattr(nodes, "mps", nullcontext)
+    asked = Asked()
+    goals.SCENARIOS["ep_once"][0](Effort(3, True), asked)  # type: ignore[arg-type]
+    ways = [(one.send, one.nodes, len(one.swept())) for one in asked.commands]
+    assert ways == [(send, 2, shapes) for send in ("rank", "node", "auto") for shapes in (2, 1)]
+    each, node = (
+        replace(between("e2e", 4096, time, None), send=send) for send, time in (("rank", 300.0), ("node", 150.0))
+    )
+    each = replace(each, peers={"network": PeerResult("", p50_us=400.0)})
+    apart = replace(each, backend="none")
+    beside, found, chosen = nodes.once_outcomes({"rank": [each, apart], "node": [node], "auto": [each]}, [])
+    assert (beside.ours, beside.peer, beside.ratio) == ("300 us", "400 us", "0.75")
+    assert (found.ours, found.peer, found.ratio) == ("150 us", "300 us", "0.50")
+    assert found.work == "two nodes of two ranks, 4096 tokens, dispatch + combine, send=node"
+    assert chosen.work.endswith("send=auto, which chooses rank")
 
 
 def chained(tokens: int, dtype: str, loop: float, each: float = 20.0, host: str = "waits") -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -54,7 +55,11 @@ class Rank:
         if not torch.cuda.is_available() or not dist.is_nccl_available():
             raise ImportError("this PyTorch has no CUDA or no NCCL")
         self.rank, self.size = rank, size
-        self.device = torch.device(f"cuda:{rank}")
+        gpus = torch.cuda.device_count()
+        if gpus < size:
+            # NCCL refuses two ranks of one host that share a GPU.
+            os.environ["NCCL_HOSTID"] = f"rank {rank}"
+        self.device = torch.device(f"cuda:{rank % gpus}")
         torch.cuda.set_device(self.device)
         dist.init_process_group(
             "nccl",
@@ -224,7 +229,7 @@ class Peer:
 
 
 class Nccl(Peer):
-    """all_to_all_single of one row per selection, the same number to each rank."""
+    """all_to_all_single of rows: one per selection, the same number to each rank; and one per token and rank."""
 
     profiled = False
 
@@ -235,6 +240,12 @@ class Nccl(Peer):
         self.group = here.group
         self.what = "all_to_all_single, a row per selection"
         self.there, self.back = (self._pair(here, work.tokens * shape.topk * one) for one in (row, 2 * shape.hidden))
+        reached = [self._reached(work, rank) for rank in range(shape.ranks)]
+        self.sent, self.received = reached[here.rank], [counts[here.rank] for counts in reached]
+        self.out, self.home = (
+            [self._rows(here, sum(counts), one) for counts in (self.sent, self.received)]
+            for one in (row, 2 * shape.hidden)
+        )
 
     @staticmethod
     def _pair(here: Rank, size: int) -> tuple[Any, Any]:
@@ -242,9 +253,23 @@ class Nccl(Peer):
         first, second = (torch.zeros(whole, dtype=torch.uint8, device=here.device) for _ in range(2))
         return first, second
 
+    @staticmethod
+    def _rows(here: Rank, count: int, row: int) -> Any:
+        return torch.zeros((count, row), dtype=torch.uint8, device=here.device)
+
+    @staticmethod
+    def _reached(work: Work, rank: int) -> list[int]:
+        """The number of tokens of `rank` that go to each rank."""
+        shape = work.shape
+        ranks = work.selections(rank, range(shape.ranks)) // shape.local_experts
+        return [int((ranks == other).any(axis=1).sum()) for other in range(shape.ranks)]
+
     def variants(self) -> dict[str, dict[str, Op]]:
-        """The only variant."""
-        return {"nccl": {"dispatch": self._dispatch, "combine": self._combine, "e2e": self._both}}
+        """Both."""
+        return {
+            "nccl": {"dispatch": self._dispatch, "combine": self._combine, "e2e": self._both},
+            "nccl-tokens": {"dispatch": self._tokens, "combine": self._sums, "e2e": self._tokens_and_sums},
+        }
 
     def _dispatch(self) -> None:
         dist.all_to_all_single(self.there[1], self.there[0], group=self.group)
@@ -255,6 +280,16 @@ class Nccl(Peer):
     def _both(self) -> None:
         self._dispatch()
         self._combine()
+
+    def _tokens(self) -> None:
+        dist.all_to_all_single(self.out[1], self.out[0], self.received, self.sent, group=self.group)
+
+    def _sums(self) -> None:
+        dist.all_to_all_single(self.home[0], self.home[1], self.sent, self.received, group=self.group)
+
+    def _tokens_and_sums(self) -> None:
+        self._tokens()
+        self._sums()
 
 
 class DeepEp(Peer):
