@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use crossrail_transport::{
     Barrier, Domain, Lane, LaneCaps, LaneError, LaneStats, NOTE_FILES, NOTE_MAX, Place, Post, ReceivedNote, Sink, Tx,
+    WatchRoom,
 };
 use crossrail_types::{HEAD_LEN, Head, LaneId};
 
@@ -486,6 +487,11 @@ impl Lane for ShmLane {
 
     fn fd(&self) -> Option<RawFd> {
         Some(self.wire.stream().as_raw_fd())
+    }
+
+    fn on_full(&mut self, watch: WatchRoom) -> bool {
+        self.wire.on_full(watch);
+        true
     }
 
     fn ready(&mut self, _readable: bool, _writable: bool) {

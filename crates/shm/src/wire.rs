@@ -6,9 +6,9 @@ use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
-use crossrail_transport::{NOTE_FILES, NOTE_MAX};
+use crossrail_transport::{NOTE_FILES, NOTE_MAX, WatchRoom};
 
 use crate::notes::Count;
 
@@ -42,9 +42,11 @@ pub(crate) enum Record {
 /// The sending half; shared with the arena so that any thread can tell the peer of a dropped segment. A record, with
 /// what follows it, is far below one socket buffer, so the kernel takes it whole or not at all and no lock is needed
 /// around it.
-#[derive(Debug)]
 pub(crate) struct Wire {
     stream: UnixStream,
+    /// Called when the socket has no room. The descriptor is not watched for room before: each record that the peer reads
+    /// makes some, and would wake this end for nothing.
+    watch_room: OnceLock<WatchRoom>,
     /// Segments the peer has been given.
     passed: Mutex<HashSet<u32>>,
     /// Dropped segments that the socket had no room to tell.
@@ -55,11 +57,17 @@ pub(crate) struct Wire {
 impl Wire {
     /// Takes over a non-blocking stream.
     pub(crate) fn new(stream: UnixStream) -> Wire {
-        Wire { stream, passed: Mutex::default(), owed: Mutex::default(), owing: AtomicBool::new(false) }
+        let (passed, owed, owing) = (Mutex::default(), Mutex::default(), AtomicBool::new(false));
+        Wire { stream, watch_room: OnceLock::new(), passed, owed, owing }
     }
 
     pub(crate) fn stream(&self) -> &UnixStream {
         &self.stream
+    }
+
+    /// Calls `watch` when the socket has no room for a record that is to be sent later.
+    pub(crate) fn on_full(&self, watch: WatchRoom) {
+        let _ = self.watch_room.set(watch);
     }
 
     /// Rings the peer's doorbell. Errors are ignored: if the socket is full, the peer has unread records, which wake it
@@ -80,7 +88,7 @@ impl Wire {
             return Err(io::ErrorKind::Unsupported.into());
         }
         let fd = fd.ok_or(io::ErrorKind::Unsupported)?;
-        send_whole(&self.stream, &record(SEGMENT, id), &[fd])?;
+        self.send_whole(&record(SEGMENT, id), &[fd])?;
         passed.insert(id);
         Ok(())
     }
@@ -101,7 +109,7 @@ impl Wire {
         }
         let mut owed = locked(&self.owed);
         while let Some(&id) = owed.last() {
-            if send_whole(&self.stream, &record(GONE, id), &[]).is_err() {
+            if self.send_whole(&record(GONE, id), &[]).is_err() {
                 return;
             }
             owed.pop();
@@ -116,14 +124,27 @@ impl Wire {
         bytes[2..4].copy_from_slice(&(note.len() as u16).to_le_bytes());
         let body = bytes.get_mut(RECORD..RECORD + note.len()).ok_or(io::ErrorKind::InvalidInput)?;
         body.copy_from_slice(note);
-        send_whole(&self.stream, &bytes[..RECORD + note.len()], files)
+        self.send_whole(&bytes[..RECORD + note.len()], files)
     }
 
     /// Says how many notes of the peer's were taken.
     pub(crate) fn taken(&self, count: Count) -> io::Result<()> {
         let mut record = record(TAKEN, count.notes);
         record[8..12].copy_from_slice(&count.files.to_le_bytes());
-        send_whole(&self.stream, &record, &[])
+        self.send_whole(&record, &[])
+    }
+
+    fn send_whole(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+        match send(&self.stream, bytes, fds) {
+            Ok(n) if n == bytes.len() => Ok(()),
+            Ok(n) => Err(io::Error::other(format!("the socket took {n} of {} bytes", bytes.len()))),
+            Err(error) => {
+                if let (io::ErrorKind::WouldBlock, Some(watch)) = (error.kind(), self.watch_room.get()) {
+                    watch();
+                }
+                Err(error)
+            }
+        }
     }
 
     /// Whether the peer's end is still open.
@@ -234,13 +255,6 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn send_whole(stream: &UnixStream, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
-    match send(stream, bytes, fds)? {
-        n if n == bytes.len() => Ok(()),
-        n => Err(io::Error::other(format!("the socket took {n} of {} bytes", bytes.len()))),
-    }
-}
-
 /// Room for the control message of as many descriptors as a note has, aligned as `cmsghdr` wants.
 type NoteFds = [u64; 10];
 /// Room for as many as one message can carry (SCM_MAX_FD, 253), so that none is ever cut off and leaked.
@@ -307,4 +321,29 @@ pub(crate) fn recv(stream: &UnixStream, bytes: &mut [u8], fds: &mut Vec<OwnedFd>
         }
     }
     Ok((n, message.msg_flags & libc::MSG_CTRUNC != 0))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::AtomicUsize;
+
+    use super::*;
+
+    #[test]
+    fn room_is_watched_for_once_a_record_did_not_fit() {
+        let (ours, theirs) = UnixStream::pair().expect("a pair of sockets");
+        ours.set_nonblocking(true).expect("nonblocking");
+        let (wire, asked) = (Wire::new(ours), Arc::new(AtomicUsize::new(0)));
+        let count = Arc::clone(&asked);
+        wire.on_full(Box::new(move || {
+            count.fetch_add(1, Ordering::Relaxed);
+        }));
+        let full = (0..100_000).position(|number| wire.taken(Count { notes: number, files: 0 }).is_err());
+        assert!(full.is_some_and(|fitted| fitted > 0), "a socket has an end");
+        assert_eq!(asked.load(Ordering::Relaxed), 1, "not while there was room");
+        drop(theirs);
+        assert!(wire.taken(Count::default()).is_err());
+        assert_eq!(asked.load(Ordering::Relaxed), 1, "nothing makes room in a socket that the peer has closed");
+    }
 }

@@ -207,6 +207,8 @@ pub struct LaneStats {
 /// Orders what this process announced before what it looks at afterwards, for all lanes at once. A system call and some
 /// microseconds. False: it does not work, do not sleep.
 pub type Barrier = fn() -> bool;
+/// Has the descriptor of a lane watched for room in its socket. Any thread may call it, with the locks of the lane held.
+pub type WatchRoom = Box<dyn Fn() + Send + Sync>;
 
 /// One way to one peer.
 pub trait Lane: Send {
@@ -262,6 +264,11 @@ pub trait Lane: Send {
     /// What to sleep on (edge-triggered epoll), if anything.
     fn fd(&self) -> Option<RawFd> {
         None
+    }
+    /// `watch` has [`Lane::fd`] watched for room, too, from its first call on: for lanes that seldom need it. False: it is to
+    /// be watched for room all the time.
+    fn on_full(&mut self, _watch: WatchRoom) -> bool {
+        false
     }
     /// epoll said so.
     fn ready(&mut self, _readable: bool, _writable: bool) {}

@@ -32,7 +32,7 @@ mod word;
 pub use doorbell::Doorbell;
 pub use lane::{
     Barrier, COPIED_MAX, Lane, LaneCaps, LaneError, LaneStats, NOTE_FILES, NOTE_MAX, Payload, Place, Post,
-    ReceivedNote, Sink, Tx,
+    ReceivedNote, Sink, Tx, WatchRoom,
 };
 pub use memory::*;
 pub use word::Word;

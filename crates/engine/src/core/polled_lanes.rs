@@ -21,7 +21,7 @@ pub(crate) struct PolledLane {
 /// All lanes polled under the worker's lock.
 ///
 /// While [`PolledLanes::is_armed`], every lane's peer sends a wake-up with its next frame, because no thread polls
-/// here; a lane that is added meanwhile was not armed, so whoever adds one must disarm.
+/// here; a lane that is added meanwhile is armed at once.
 ///
 /// Of many lanes, those that are idle rest: they are armed one by one and not polled, so that they cost the others
 /// nothing. One is awake again when its peer has sent its wake-up, which epoll reports, or when this end uses it.
@@ -168,6 +168,18 @@ impl PolledLanes {
         self.recount();
     }
 
+    /// Arms a lane that was just added if the others are. False: it has work already, and no lane is armed any more.
+    pub(super) fn arm_added(&mut self, id: LaneId) -> bool {
+        if !self.armed {
+            return true;
+        }
+        let armed = self.get_mut(id).is_some_and(Lane::arm);
+        if !armed {
+            self.disarm();
+        }
+        armed
+    }
+
     /// Takes the lane at that position out. The order of the others changes.
     pub(super) fn remove(&mut self, at: usize) -> PolledLane {
         let mut at = at;
@@ -286,6 +298,9 @@ mod tests {
         fn poll(&mut self, _: &mut dyn Sink, _: usize, _: bool) -> Result<bool, LaneError> {
             unreachable!("nothing is polled")
         }
+        fn arm(&mut self) -> bool {
+            self.announce_sleep().is_some_and(|barrier| barrier()) && self.confirm_sleep()
+        }
         fn announce_sleep(&mut self) -> Option<Barrier> {
             ASKED.lock().unwrap().push(("announce", self.number));
             Some(barrier)
@@ -302,6 +317,34 @@ mod tests {
         }
     }
 
+    /// Held by a test that looks at [`ASKED`].
+    static ALONE: Mutex<()> = Mutex::new(());
+
+    fn add(lanes: &mut PolledLanes, number: usize, has_work: bool) -> LaneId {
+        let (id, endpoint) = (LaneId(number as u32), EndpointId(number as u32));
+        let lane = Box::new(Sleeper { number, has_work });
+        lanes.add(PolledLane { id, endpoint, lane, socket: false, rests: true, used: false });
+        id
+    }
+
+    #[test]
+    fn a_lane_that_comes_while_others_are_armed_wakes_nobody() {
+        let _alone = ALONE.lock().unwrap();
+        let mut lanes = PolledLanes::new();
+        let first = add(&mut lanes, 10, false);
+        assert!(lanes.arm_added(first) && !lanes.is_armed(), "somebody polls");
+        assert!(lanes.arm());
+        ASKED.lock().unwrap().clear();
+        let second = add(&mut lanes, 11, false);
+        assert!(lanes.arm_added(second) && lanes.is_armed());
+        assert_eq!((asked("confirm"), asked("disarm")), (vec![11], vec![]));
+        let busy = add(&mut lanes, 12, true);
+        assert!(!lanes.arm_added(busy) && !lanes.is_armed(), "it must be polled");
+        let mut disarmed = asked("disarm");
+        disarmed.sort_unstable();
+        assert_eq!(disarmed, [10, 11, 12]);
+    }
+
     /// The lanes of which that was asked.
     fn asked(what: &str) -> Vec<usize> {
         ASKED.lock().unwrap().iter().filter(|(asked, _)| *asked == what).map(|(_, number)| *number).collect()
@@ -309,11 +352,11 @@ mod tests {
 
     #[test]
     fn lanes_go_to_sleep_together_behind_one_barrier() {
+        let _alone = ALONE.lock().unwrap();
+        ASKED.lock().unwrap().clear();
         let mut lanes = PolledLanes::new();
         for number in 0..5 {
-            let lane = Box::new(Sleeper { number, has_work: number == 3 });
-            let (id, endpoint) = (LaneId(number as u32), EndpointId(number as u32));
-            lanes.add(PolledLane { id, endpoint, lane, socket: false, rests: true, used: false });
+            add(&mut lanes, number, number == 3);
         }
         assert!(!lanes.arm() && !lanes.is_armed(), "one has work");
         assert_eq!((asked("announce"), asked("barrier")), (vec![0, 1, 2, 3, 4], vec![0]));

@@ -601,8 +601,9 @@ impl Transfers {
         peer.set_message_lane(id, &name);
         self.polled.add(PolledLane { id, endpoint, lane, socket, rests, used: true });
         self.settle(endpoint);
-        // Whoever sleeps has not armed this lane.
-        self.polled.disarm();
+        if !self.polled.arm_added(id) {
+            self.wake_ups.want_driver();
+        }
         true
     }
 

@@ -37,15 +37,20 @@ impl Connections {
         &self.0[0]
     }
 
-    /// Has the driving thread poll that descriptor, edge-triggered.
+    /// Has the driving thread poll that descriptor, edge-triggered: for what arrives, and for room if so asked.
     ///
     /// # Errors
     /// `Io` when the system refuses it.
-    pub(crate) fn watch(&self, fd: RawFd, about: About) -> Result<()> {
-        self.driven().watch(fd, about)
+    pub(crate) fn watch(&self, fd: RawFd, about: About, room: bool) -> Result<()> {
+        self.driven().watch(fd, about, room)
     }
 
-    /// Wakes the thread that sleeps on the lanes under the lock, because there is one more.
+    /// Has the driving thread poll a watched descriptor for room, too.
+    pub(crate) fn watch_room(&self, fd: RawFd, about: About) {
+        self.driven().watch_room(fd, about);
+    }
+
+    /// Wakes the thread that sleeps on control connections, because there is one more.
     pub(crate) fn wake_driver(&self) {
         self.driven().wake_always();
     }

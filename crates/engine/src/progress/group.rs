@@ -12,6 +12,9 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 
 use crate::core::{BulkLane, Flag, READABLE, WRITABLE};
 
+/// Events of what arrives at a descriptor, and of its end.
+const ARRIVALS: EpollFlags = EpollFlags::EPOLLIN.union(EpollFlags::EPOLLRDHUP).union(EpollFlags::EPOLLET);
+
 /// What an epoll event is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum About {
@@ -91,9 +94,10 @@ impl Group {
         self.count.load(Ordering::Relaxed)
     }
 
-    /// Watches `fd`, edge-triggered in both directions.
-    pub(crate) fn watch(&self, fd: RawFd, about: About) -> Result<()> {
-        let flags = EpollFlags::EPOLLIN | EpollFlags::EPOLLOUT | EpollFlags::EPOLLRDHUP | EpollFlags::EPOLLET;
+    /// Watches `fd`, edge-triggered: for what arrives and, with `room`, also for room in the socket, of which every read by
+    /// the peer is an event.
+    pub(crate) fn watch(&self, fd: RawFd, about: About, room: bool) -> Result<()> {
+        let flags = if room { ARRIVALS | EpollFlags::EPOLLOUT } else { ARRIVALS };
         // SAFETY: the caller's descriptor is open; epoll forgets it by itself when it is closed.
         #[allow(unsafe_code)]
         let fd = unsafe { BorrowedFd::borrow_raw(fd) };
@@ -102,9 +106,18 @@ impl Group {
             .map_err(|error| Error::io("worker", "epoll_ctl", &error.into()))
     }
 
+    /// Watches `fd`, which is watched already, for room, too. Room that there is by now is an event.
+    pub(super) fn watch_room(&self, fd: RawFd, about: About) {
+        // SAFETY: as in `watch`.
+        #[allow(unsafe_code)]
+        let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+        // An error means that the descriptor is not watched any more: its lane is being dropped.
+        let _ = self.epoll.modify(fd, &mut EpollEvent::new(ARRIVALS | EpollFlags::EPOLLOUT, about.to_data()));
+    }
+
     pub(crate) fn add(&self, lane: Arc<BulkLane>) -> Result<()> {
         if let Some(fd) = lane.lane.lock().as_ref().and_then(|lane| lane.fd()) {
-            self.watch(fd, About::Lane(lane.id))?;
+            self.watch(fd, About::Lane(lane.id), true)?;
         }
         let mut lanes = self.lanes.lock();
         let mut more = Vec::clone(&lanes);
@@ -199,5 +212,45 @@ impl Group {
     /// Whether a connection has work and was not polled since.
     pub(crate) fn pending(&self) -> bool {
         self.pending.is_up()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::os::fd::AsRawFd;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    /// Events at present: whether of arrivals, and of room.
+    fn events(group: &Group) -> Vec<(bool, bool)> {
+        let mut seen = Vec::new();
+        group.events(Some(Duration::ZERO), |event| seen.push((event.readable, event.writable)));
+        seen
+    }
+
+    #[test]
+    fn a_peer_that_reads_wakes_only_who_waits_for_room() {
+        let (mut ours, mut theirs) = UnixStream::pair().expect("a pair of sockets");
+        ours.set_nonblocking(true).expect("nonblocking");
+        let group = Group::new().expect("a group");
+        let (fd, about) = (ours.as_raw_fd(), About::Lane(LaneId(7)));
+        group.watch(fd, about, false).expect("watched");
+        let mut record = [0; 16];
+        for _ in 0..3 {
+            ours.write_all(&record).expect("room");
+            theirs.read_exact(&mut record).expect("a record");
+            assert_eq!(events(&group), [], "nothing has arrived");
+        }
+        theirs.write_all(&record).expect("room");
+        assert_eq!(events(&group), [(true, false)]);
+        while ours.write_all(&record).is_ok() {}
+        group.watch_room(fd, about);
+        events(&group);
+        // The kernel reports room once most of it is free.
+        theirs.set_nonblocking(true).expect("nonblocking");
+        while theirs.read(&mut [0; 4096]).is_ok() {}
+        assert!(events(&group).iter().any(|(_, writable)| *writable), "there is room again");
     }
 }

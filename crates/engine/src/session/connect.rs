@@ -322,11 +322,7 @@ impl Sessions {
             return Err(gone("connect"));
         }
         self.progress.after(core);
-        if let Some(fd) = fd {
-            self.progress.connections().watch(fd, About::Lane(id))?;
-        }
-        self.progress.connections().wake_driver();
-        Ok(())
+        watched
     }
 
     /// The names of an endpoint's lanes.
@@ -342,10 +338,18 @@ struct Permitted<'a> {
     settings: &'a Settings,
     transports: &'a Transports,
     /// Those that `require` names; `None`: all that the settings allow.
+        let (mut lane, watcher) = (lane, Arc::downgrade(&self.progress));
+        let seldom = lane.on_full(Box::new(move || {
+            if let (Some(progress), Some(fd)) = (watcher.upgrade(), fd) {
+                progress.connections().watch_room(fd, About::Lane(id));
+            }
+        }));
     required: Option<&'a [String]>,
 }
 
 impl Permitted<'_> {
+        // With the lock, which a thread takes to act on an event: the lane is in the table then.
+        let watched = fd.map_or(Ok(()), |fd| self.progress.connections().watch(fd, About::Lane(id), !seldom));
     /// Whether this end offers the transport to peers.
     fn offers(&self, transport: &Arc<dyn Transport>) -> bool {
         transport.is_offered(self.settings)

@@ -261,7 +261,7 @@ impl Sessions {
         let fd = stream.as_raw_fd();
         let connection = ControlConnection::new(endpoint, ticket, initiator, stream, peer);
         self.control.connections.lock().insert(ticket.session, connection);
-        self.progress.connections().watch(fd, About::Session(endpoint))?;
+        self.progress.connections().watch(fd, About::Session(endpoint), true)?;
         self.progress.connections().wake_driver();
         self.watch_links();
         Ok(())
@@ -317,7 +317,7 @@ impl Sessions {
         }
         match LinkWatch::new() {
             Ok(found) => {
-                if let Err(error) = self.progress.connections().watch(found.fd(), About::Links) {
+                if let Err(error) = self.progress.connections().watch(found.fd(), About::Links, true) {
                     self.log.debug(format_args!("no link events: {error}"));
                     return;
                 }
