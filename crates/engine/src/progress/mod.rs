@@ -35,7 +35,7 @@ pub(crate) use self::requests::Polled;
 use self::tasks::Tasks;
 use self::threads::Threads;
 pub(crate) use self::threads::callbacks_deadline;
-pub(crate) use self::waits::WAIT_MAX;
+pub(crate) use self::waits::{Awaited, WAIT_MAX};
 use crate::core::gpu::Inbox;
 use crate::core::{
     BulkLane, CALLBACKS, Callback, Core, Deferred, FINISHED, FOLLOW_UPS, Lingering, LostRail, Move, RETURN_MAX,

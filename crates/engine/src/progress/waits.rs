@@ -69,15 +69,21 @@ impl Progress {
             return Some(found);
         }
         core.wake_ups().enter();
+        let awaited = awaited(&mut core);
+        if awaited.reported && self.options.has_background {
+            drop(core);
+            let deadline = Instant::now() + timeout.min(WAIT_MAX);
+            return match Wait::new(self, timeout, awaited).sleep(deadline, &mut ready) {
+                Look::Found(found) => Some(found),
+                Look::Again(_) | Look::Expired => None,
+            };
+        }
         if core.transfers().polled().disarm() {
             // The background thread sleeps on lanes that send it no wake-ups any more: wake it, so that it checks on
             // us.
             self.connections.driven().wake();
         }
-        let awaited = awaited(&mut core);
-        let mut wait =
-            Wait { progress: self, deadline: None, timeout, idle: 0, idle_since: None, aside: false, awaited };
-        wait.run(core, &mut ready)
+        Wait::new(self, timeout, awaited).run(core, &mut ready)
     }
 
     /// [`Progress::wait_until`] for what is not the end of an operation: `ready` is asked whenever anything has
@@ -130,6 +136,9 @@ struct Wait<'a> {
 /// The peer's part in a wait.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Awaited<'a> {
+    /// Another thread reports it: the caller sleeps at once and leaves progress to the background thread. Its passes until
+    /// it slept would not bring it about.
+    reported: bool,
     /// A confirmation, which the peer publishes in shared memory instead of sending it.
     confirmation: bool,
     /// The peer. `None`: any, or it is not known.
@@ -141,6 +150,11 @@ pub(crate) struct Awaited<'a> {
 }
 
 impl<'a> Awaited<'a> {
+    /// Something that another thread reports.
+    pub(crate) fn reported() -> Awaited<'a> {
+        Awaited { reported: true, ..Awaited::default() }
+    }
+
     /// What the end of that operation takes.
     #[inline]
     pub(crate) fn of(core: &mut Core, id: OpId, collected: &'a Collected) -> Awaited<'a> {
@@ -148,18 +162,26 @@ impl<'a> Awaited<'a> {
         let (confirmation, endpoint) = (op.kind().awaits_peer(), op.endpoint());
         match confirmation {
             true => Awaited { confirmation, endpoint, ..Awaited::default() },
-            false => Awaited { confirmation, endpoint, spins: SPINS, wanted: Some(Wanted { id, collected }) },
+            false => {
+                let wanted = Some(Wanted { id, collected });
+                Awaited { endpoint, spins: SPINS, wanted, ..Awaited::default() }
+            }
         }
     }
 }
 
 impl<'a> Wait<'a> {
     #[inline]
+    fn new(progress: &'a Progress, timeout: Duration, awaited: Awaited<'a>) -> Wait<'a> {
+        Wait { progress, deadline: None, timeout, idle: 0, idle_since: None, aside: false, awaited }
+    }
+
+    #[inline]
     fn run<T>(&mut self, mut core: MutexGuard<'a, Core>, ready: &mut impl FnMut(&mut Core) -> Option<T>) -> Option<T> {
         let progress = self.progress;
         loop {
             // When it polls rarely it has just asked epoll, and other threads wait for the lock.
-            let Awaited { confirmation, endpoint, spins, wanted } = self.awaited;
+            let Awaited { confirmation, endpoint, spins, wanted, .. } = self.awaited;
             let mut moved = !self.aside && core.receive_short(endpoint, spins, wanted) != Received::Nothing;
             moved = moved || core.pass(!self.aside, confirmation);
             if let Some(found) = ready(&mut core) {

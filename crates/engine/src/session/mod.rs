@@ -44,7 +44,7 @@ use self::transport::Transports;
 pub use self::transport::Turn;
 use crate::core::{Claim, gone};
 use crate::environment::Environment;
-use crate::progress::Progress;
+use crate::progress::{Awaited, Progress};
 
 /// The number of a peer's worker, as it states it.
 fn generation_of(peer: &handshake::Hello) -> u64 {
@@ -151,9 +151,13 @@ impl Sessions {
     /// # Errors
     /// `Timeout`, and `Closed` when the worker is closed.
     pub(crate) fn accept(&self, timeout: Duration) -> Result<Claim> {
-        let found = self.progress.wait_until(timeout, |core| {
-            if core.is_closed() { Some(None) } else { self.arrived.lock().pop_front().map(Some) }
-        });
+        let found = self.progress.wait_for(
+            timeout,
+            |_| Awaited::reported(),
+            |core| {
+                if core.is_closed() { Some(None) } else { self.arrived.lock().pop_front().map(Some) }
+            },
+        );
         match found {
             Some(Some(claim)) => {
                 crowd::check(self);
