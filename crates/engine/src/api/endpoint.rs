@@ -213,10 +213,8 @@ impl Endpoint {
 
     /// Every link that the endpoint could have used: its cost, and what it was chosen for or why it was not.
     pub fn explain(&self) -> Explain {
-        match self.worker.sessions().explain(self.id) {
-            Some(explain) => Explain::clone(&explain),
-            None => Explain::new("", String::new(), String::new(), "all", Vec::new()),
-        }
+        let known = self.worker.sessions().explain(self.id);
+        known.unwrap_or_else(|| Explain::new("", String::new(), String::new(), "all", Vec::new()))
     }
 
     /// Its lanes, with what they have carried.

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use crossrail_handshake::{self as handshake, Hello, Identity, Session, Target};
 use crossrail_proto as proto;
 use crossrail_transport::Lane;
-use crossrail_types::{EndpointId, Error, ErrorKind, Filter, LaneId, Rails, Result, Settings};
+use crossrail_types::{EndpointId, Error, ErrorKind, Filter, LaneId, LogLevel, Rails, Result, Settings};
 
 use super::dialling::was_late;
 use super::explain::{Candidate, Explain};
@@ -20,6 +20,37 @@ use crate::progress::{About, WAIT_MAX};
 const DEFAULT_PORT: u16 = 7471;
 /// Silence after which a lane that owes something is examined.
 const LANE_DEADLINE: Duration = Duration::from_millis(300);
+
+/// Grounds on which an endpoint uses what it uses. Its [`Explain`] is made from them when a caller asks for it: most never
+/// do, and the rows of the other transports take a look at the system's devices.
+#[derive(Clone)]
+pub(super) struct Grounds {
+    used: &'static str,
+    name: String,
+    /// `None`: the peer is this worker.
+    peer: Option<Hello>,
+    pub(super) choice: Choice,
+    refused: Refused,
+}
+
+impl Grounds {
+    pub(super) fn explain(&self, sessions: &Sessions) -> Explain {
+        let Choice { small, large, rows } = self.choice.clone();
+        let rows = sessions.all_rows(self.used, self.peer.as_ref(), rows, &self.refused);
+        Explain::new(&self.name, small, large, &sessions.environment.settings().tls.to_string(), rows)
+    }
+
+    fn log(&self, sessions: &Sessions) {
+        let (log, environment, explain) = (sessions.log, &sessions.environment, self.explain(sessions));
+        if let rails @ Rails::Near(_) = &environment.settings().net_devices {
+            let names: Vec<_> = environment.rails().into_iter().flatten().map(|device| device.name).collect();
+            log.info(format_args!("rails      {}   (CROSSRAIL_NET_DEVICES={rails})", names.join(" ")));
+        }
+        log.info(format_args!("{}", explain.available));
+        log.info(format_args!("{}", explain.selected));
+        log.debug(format_args!("every candidate and its cost:\n{explain}"));
+    }
+}
 
 impl Sessions {
     /// Makes an endpoint to the worker that listens at `to`: by the first transport in the table that both ends allow
@@ -246,33 +277,27 @@ impl Sessions {
         choice: Choice,
         refused: &Refused,
     ) {
-        let Choice { small, large, rows } = choice;
-        if rows.is_empty() {
+        if choice.rows.is_empty() {
             // An accepted endpoint whose lanes are not known yet.
             return;
         }
-        let rows = self.all_rows(transport, peer, rows, refused);
-        let settings = self.environment.settings();
-        let explain = Explain::new(name, small, large, &settings.tls.to_string(), rows);
-        if let rails @ Rails::Near(_) = &settings.net_devices {
-            let names: Vec<_> = self.environment.rails().into_iter().flatten().map(|device| device.name).collect();
-            self.log.info(format_args!("rails      {}   (CROSSRAIL_NET_DEVICES={rails})", names.join(" ")));
+        let (name, peer, refused) = (name.to_owned(), peer.cloned(), refused.clone());
+        let grounds = Arc::new(Grounds { used: transport.name(), name, peer, choice, refused });
+        if self.log.0 >= LogLevel::Info {
+            grounds.log(self);
         }
-        self.log.info(format_args!("{}", explain.available));
-        self.log.info(format_args!("{}", explain.selected));
-        self.log.debug(format_args!("every candidate and its cost:\n{explain}"));
-        let mut explains = self.explains.lock();
-        explains.insert(endpoint, Arc::new(explain));
+        let mut all = self.grounds.lock();
+        all.insert(endpoint, grounds);
         let mut core = self.progress.core();
-        if explains.len() > 2 * core.peers().len() {
-            explains.retain(|endpoint, _| core.peers().get(*endpoint).is_some());
+        if all.len() > 2 * core.peers().len() {
+            all.retain(|endpoint, _| core.peers().get(*endpoint).is_some());
         }
     }
 
     /// The rows of all transports: those of the one that is used, and why each other one is not.
     fn all_rows(
         &self,
-        used: &dyn Transport,
+        used: &str,
         peer: Option<&Hello>,
         mut rows: Vec<Candidate>,
         refused: &Refused,
@@ -280,7 +305,7 @@ impl Sessions {
         let Some(peer) = peer else { return rows };
         let mut all = Vec::new();
         for transport in self.transports.iter() {
-            if transport.name() == used.name() {
+            if transport.name() == used {
                 all.append(&mut rows);
                 continue;
             }
@@ -289,7 +314,7 @@ impl Sessions {
                 all.push(match (refused.reason(transport.name()), transport.carrier()) {
                     _ if row.reason.is_some() => row,
                     (Some(why), _) => row.out(why),
-                    (None, Some(carrier)) if carrier == used.name() => row,
+                    (None, Some(carrier)) if carrier == used => row,
                     (None, Some(carrier)) => row.out(&format!("it needs {carrier}'s Unix socket")),
                     (None, None) => row.slower(),
                 });
@@ -317,10 +342,18 @@ impl Sessions {
         let (id, fd) = (lane.id(), lane.fd());
         let spec = record.spec(id, bulk);
         let socket = record.polls_socket();
+        let (mut lane, watcher) = (lane, Arc::downgrade(&self.progress));
+        let seldom = lane.on_full(Box::new(move || {
+            if let (Some(progress), Some(fd)) = (watcher.upgrade(), fd) {
+                progress.connections().watch_room(fd, About::Lane(id));
+            }
+        }));
         let mut core = self.progress.core();
         if !core.transfers().add_polled_lane(endpoint, lane, record, spec, socket) {
             return Err(gone("connect"));
         }
+        // With the lock, which a thread takes to act on an event: the lane is in the table then.
+        let watched = fd.map_or(Ok(()), |fd| self.progress.connections().watch(fd, About::Lane(id), !seldom));
         self.progress.after(core);
         watched
     }
@@ -338,18 +371,10 @@ struct Permitted<'a> {
     settings: &'a Settings,
     transports: &'a Transports,
     /// Those that `require` names; `None`: all that the settings allow.
-        let (mut lane, watcher) = (lane, Arc::downgrade(&self.progress));
-        let seldom = lane.on_full(Box::new(move || {
-            if let (Some(progress), Some(fd)) = (watcher.upgrade(), fd) {
-                progress.connections().watch_room(fd, About::Lane(id));
-            }
-        }));
     required: Option<&'a [String]>,
 }
 
 impl Permitted<'_> {
-        // With the lock, which a thread takes to act on an event: the lane is in the table then.
-        let watched = fd.map_or(Ok(()), |fd| self.progress.connections().watch(fd, About::Lane(id), !seldom));
     /// Whether this end offers the transport to peers.
     fn offers(&self, transport: &Arc<dyn Transport>) -> bool {
         transport.is_offered(self.settings)

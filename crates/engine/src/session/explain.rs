@@ -69,21 +69,6 @@ impl Explain {
 }
 
 impl Explain {
-    /// A copy in which another lane carries the messages.
-    pub(crate) fn with_small(&self, lane: &str) -> Explain {
-        let mut moved = self.clone();
-        for way in moved.candidates.iter_mut().filter(|way| !way.chosen_for.is_empty()) {
-            way.chosen_for.retain(|what| what != "small");
-            if way.lane == lane {
-                way.chosen_for.insert(0, "small".to_owned());
-            }
-        }
-        let (before, after) = (format!(": small {} | ", self.small), format!(": small {lane} | "));
-        moved.selected = self.selected.replacen(&before, &after, 1);
-        lane.clone_into(&mut moved.small);
-        moved
-    }
-
     /// What was expected to carry data and does not, with the reasons.
     pub fn missed(&self) -> Vec<(String, String)> {
         let missed = self.candidates.iter().filter(|way| way.missed);

@@ -36,6 +36,7 @@ use crossrail_handshake as handshake;
 use crossrail_locks::Mutex;
 use crossrail_types::{EndpointId, Error, ErrorKind, Log, Result};
 
+use self::connect::Grounds;
 use self::control::ControlConnections;
 pub use self::explain::{Candidate, Explain};
 use self::placing::Placings;
@@ -81,7 +82,7 @@ pub(crate) struct Sessions {
     redialer: Redialer,
     placings: Placings,
     transports: Transports,
-    explains: Mutex<HashMap<EndpointId, Arc<Explain>>>,
+    grounds: Mutex<HashMap<EndpointId, Arc<Grounds>>>,
     /// Endpoints that peers have created, for `accept`. A lock of its own, taken last.
     arrived: Mutex<VecDeque<Claim>>,
     /// Whether the lack of single copies (CMA) has been logged. It is the same with every peer, as a rule.
@@ -119,7 +120,7 @@ impl Sessions {
             transports,
             redialer: Redialer::default(),
             placings: Placings::default(),
-            explains: Mutex::default(),
+            grounds: Mutex::default(),
             arrived: Mutex::default(),
             warned_of_cma: AtomicBool::new(false),
         });
@@ -189,14 +190,16 @@ impl Sessions {
     }
 
     /// What an endpoint could have used, and why it uses what it does.
-    pub(crate) fn explain(&self, endpoint: EndpointId) -> Option<Arc<Explain>> {
-        self.explains.lock().get(&endpoint).cloned()
+    pub(crate) fn explain(&self, endpoint: EndpointId) -> Option<Explain> {
+        let grounds = self.grounds.lock().get(&endpoint).cloned()?;
+        Some(grounds.explain(self))
     }
 
     /// Messages to a peer are carried by another lane of its rails from now on.
     fn explain_moved(&self, endpoint: EndpointId, lane: &str) {
-        if let Some(explain) = self.explains.lock().get_mut(&endpoint).filter(|explain| explain.small != lane) {
-            *explain = Arc::new(explain.with_small(lane));
+        let mut all = self.grounds.lock();
+        if let Some(grounds) = all.get_mut(&endpoint).filter(|grounds| grounds.choice.small != lane) {
+            Arc::make_mut(grounds).choice.move_small(lane);
         }
     }
 

@@ -192,6 +192,19 @@ pub(crate) struct Choice {
     pub(crate) rows: Vec<Candidate>,
 }
 
+impl Choice {
+    /// Another lane carries the messages from now on.
+    pub(super) fn move_small(&mut self, lane: &str) {
+        for way in self.rows.iter_mut().filter(|way| !way.chosen_for.is_empty()) {
+            way.chosen_for.retain(|what| what != "small");
+            if way.lane == lane {
+                way.chosen_for.insert(0, "small".to_owned());
+            }
+        }
+        lane.clone_into(&mut self.small);
+    }
+}
+
 /// A table of transports.
 #[derive(Clone)]
 pub(crate) struct Transports(pub(super) Vec<Arc<dyn Transport>>);
