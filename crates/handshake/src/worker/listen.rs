@@ -18,6 +18,7 @@ use nix::sys::socket::{Shutdown, getsockopt, shutdown, sockopt};
 use nix::unistd::Uid;
 
 use super::address::Address;
+use super::handoff::Handoff;
 use super::hello::{Device, Identity};
 use super::lane::{self, LaneName};
 use super::limits::{EVICTED, HalfOpen, Slot, Source, Spare, descriptors_are_low, evicted_error};
@@ -68,8 +69,8 @@ pub type Deliver = Box<dyn Fn(Arrival) + Send + Sync>;
 
 /// Listens for sessions and lanes until dropped.
 ///
-/// One thread accepts; each handshake runs on a short-lived thread of its own, at most [`super::Limits::half_open`] of
-/// them.
+/// One thread accepts; handshakes run on other threads, one each at a time, at most [`super::Limits::half_open`] of them.
+/// Such a thread ends when no peer has connected for a moment.
 /// Dropping stops and joins all threads and closes every descriptor; inside `deliver` it cannot join them.
 pub struct Listener {
     acceptor: Arc<Acceptor>,
@@ -98,6 +99,13 @@ struct Acceptor {
     state: Mutex<Sessions>,
     /// Notified when a session leaves `Sessions::opening`, and when `Sessions::stopping` is set.
     changed: Condvar,
+    handshakes: Handoff<Handshake>,
+}
+
+struct Handshake {
+    incoming: Incoming,
+    from: String,
+    slot: Slot,
 }
 
 #[derive(Default)]
@@ -146,6 +154,7 @@ impl Listener {
             stop: event()?,
             state: Mutex::default(),
             changed: Condvar::new(),
+            handshakes: Handoff::default(),
         });
         let own = Arc::clone(&acceptor);
         let spare = Spare::new(acceptor.stop.as_fd());
@@ -202,6 +211,7 @@ impl Drop for Listener {
     fn drop(&mut self) {
         self.acceptor.state.lock().stopping = true;
         self.acceptor.changed.notify_all();
+        self.acceptor.handshakes.stop();
         // The counter is written once, so it cannot be full.
         let _ = self.acceptor.stop.write(1);
         if let Some(accept) = self.accept.take()
@@ -325,7 +335,7 @@ fn unix_incoming(stream: UnixStream) -> Option<(Incoming, Source, String)> {
     Some((Incoming::Unix(stream), Source::User(who.uid()), from))
 }
 
-/// Starts a thread for the handshake, if a slot is free.
+/// Has a thread run the handshake, if a slot is free; the thread, if it is a new one.
 fn receive(acceptor: &Arc<Acceptor>, incoming: Incoming, source: Source, from: String) -> Option<JoinHandle<()>> {
     let slot = match HalfOpen::take(&acceptor.half_open, source, incoming.as_fd()) {
         Ok((slot, evicted)) => {
@@ -342,25 +352,22 @@ fn receive(acceptor: &Arc<Acceptor>, incoming: Incoming, source: Source, from: S
             return None;
         }
     };
+    let name = from.clone();
+    let handshake = acceptor.handshakes.offer(Handshake { incoming, from, slot })?;
     let own = Arc::clone(acceptor);
-    let (name, evicted) = (from.clone(), slot.evicted());
     let spawned = thread::Builder::new().name("crossrail-meet".to_owned()).spawn(move || {
         OWN_THREAD.set(true);
-        match own.handshake(incoming, &name, slot) {
-            Err(error) if error.kind == ErrorKind::Closed => {}
-            Err(_) if evicted.is_set() => {
-                let error = Error::new(ErrorKind::Refused, "accept", EVICTED).with_reason(Reason::Busy);
-                own.rejected(&name, error.with_peer(&name));
-            }
-            Err(error) => own.rejected(&name, error),
-            Ok(()) => {}
+        let mut next = Some(handshake);
+        while let Some(handshake) = next {
+            own.run(handshake);
+            next = own.handshakes.next();
         }
     });
     match spawned {
         Ok(thread) => Some(thread),
         Err(e) => {
-            let error = Error::new(ErrorKind::Exhausted, "accept", format!("spawn a thread: {e}")).with_peer(&from);
-            acceptor.rejected(&from, error);
+            let error = Error::new(ErrorKind::Exhausted, "accept", format!("spawn a thread: {e}")).with_peer(&name);
+            acceptor.rejected(&name, error);
             None
         }
     }
@@ -374,6 +381,19 @@ impl Acceptor {
 
     fn rejected(&self, from: &str, error: Error) {
         (self.deliver)(Arrival::Rejected { from: from.to_owned(), error });
+    }
+
+    fn run(&self, Handshake { incoming, from, slot }: Handshake) {
+        let evicted = slot.evicted();
+        match self.handshake(incoming, &from, slot) {
+            Err(error) if error.kind == ErrorKind::Closed => {}
+            Err(_) if evicted.is_set() => {
+                let error = Error::new(ErrorKind::Refused, "accept", EVICTED).with_reason(Reason::Busy);
+                self.rejected(&from, error.with_peer(&from));
+            }
+            Err(error) => self.rejected(&from, error),
+            Ok(()) => {}
+        }
     }
 
     fn handshake(&self, incoming: Incoming, from: &str, slot: Slot) -> Result<()> {

@@ -10,6 +10,7 @@
 
 mod address;
 mod dial;
+mod handoff;
 mod hello;
 mod keys;
 mod lane;

@@ -1,8 +1,10 @@
 //! Peers that belong together, and those that do not.
 
+use std::collections::HashSet;
 use std::error::Error as _;
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use crossrail_handshake::wire::decode_hello;
@@ -53,6 +55,26 @@ fn over_unix_tcp_and_by_port() {
         }
         worker.nobody_else();
     }
+}
+
+/// Many ranks connect one after the other: a new thread for each would cost as much as its handshake.
+#[test]
+fn a_thread_serves_several_peers() {
+    const PEERS: usize = 20;
+    let _fds = Descriptors::watch();
+    let threads = Arc::new(Mutex::new(HashSet::new()));
+    let seen = Arc::clone(&threads);
+    let note = move |_: &Arrival| {
+        seen.lock().unwrap().insert(std::thread::current().id());
+    };
+    let worker = Worker::start_with(config(), identity("listening", Secret::None), note).unwrap();
+    let me = identity("connecting", Secret::None);
+    for _ in 0..PEERS {
+        let mut ours = connect(&worker.by_address(), &me, None, true, in_secs(30.0)).unwrap();
+        check(&mut ours, &mut worker.session());
+    }
+    let threads = threads.lock().unwrap().len();
+    assert!(threads < PEERS, "{threads} threads for {PEERS} peers");
 }
 
 #[test]
