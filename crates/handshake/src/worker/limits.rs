@@ -48,7 +48,7 @@ pub fn share_of_descriptors(parts: u64) -> usize {
 const MANY_DESCRIPTORS: usize = 1 << 16;
 
 /// Maximum age of a count of the open descriptors.
-const COUNT_HOLDS: Duration = Duration::from_millis(100);
+const COUNT_HOLDS: Duration = Duration::from_secs(1);
 /// Descriptors that one connection is taken to use, at this end and by what the program does meanwhile.
 const PER_CONNECTION: usize = 64;
 
