@@ -17,6 +17,7 @@
 //! | `WakeUps::polling` | callers that make progress now | `enter` | `leave`, `sleep` | worker's lock |
 //! | `WakeUps::sleeping` | callers that wait for `Progress::done` | `sleep` | `wake` | worker's lock |
 //! | `WakeUps::observers` | callers that wait for something other than the end of an operation | `Progress::observe_until` | the same, at its end | worker's lock |
+//! | `WakeUps::attended` | the background thread sleeps until callers stop making progress, and they wake it then | that thread, while callers make progress | the last caller that stops | worker's lock |
 //! | `WakeUps::caller_passes` | counts passes by callers, so that the background thread knows that they wait or poll | `leave`, `wake`, `test`, `notices`, `step` | never | worker's lock |
 //! | `WakeUps::crowded` | threads take turns on this processor: waits yield early, and direct copies leave no half to the peer | a waiting caller, from how long its yield took | the same | worker's lock |
 //! | `BulkLane::wanted` | the protocol has something for this connection | `Transfers::notify_connections`, staging | the thread that polls it | atomic |
@@ -42,6 +43,7 @@ pub(crate) struct WakeUps {
     polling: u32,
     sleeping: u32,
     observers: u32,
+    attended: bool,
     caller_passes: u64,
     crowded: bool,
 }
@@ -99,12 +101,18 @@ impl WakeUps {
         self.polling += 1;
     }
 
-    /// A caller stops making progress; whether the background thread must take over at once, for those that sleep.
+    /// A caller stops making progress; whether the background thread must take over at once, for those that sleep or
+    /// because it relies on this.
     #[inline]
     pub(crate) fn leave(&mut self) -> bool {
         self.polling -= 1;
         self.caller_passes += 1;
-        self.sleeping > 0 && self.polling == 0
+        self.polling == 0 && (self.sleeping > 0 || std::mem::take(&mut self.attended))
+    }
+
+    /// Sets whether the background thread sleeps until the callers that make progress now stop.
+    pub(crate) fn set_attended(&mut self, attended: bool) {
+        self.attended = attended;
     }
 
     /// A caller that made progress goes to sleep. The background thread must take over.
@@ -162,5 +170,24 @@ impl WakeUps {
     #[inline]
     pub(crate) fn is_observed(&self) -> bool {
         self.observers > 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_caller_to_stop_wakes_the_thread_that_relies_on_it() {
+        let mut wake_ups = WakeUps::default();
+        wake_ups.enter();
+        assert!(!wake_ups.leave(), "that thread checks by itself");
+        wake_ups.enter();
+        wake_ups.enter();
+        wake_ups.set_attended(true);
+        assert!(!wake_ups.leave(), "another caller continues");
+        assert!(wake_ups.leave());
+        wake_ups.enter();
+        assert!(!wake_ups.leave(), "once");
     }
 }

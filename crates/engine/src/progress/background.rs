@@ -9,6 +9,9 @@ use super::{NAP_MAX, Progress};
 
 /// While callers make progress, the background thread checks this often whether they have stopped.
 const TICK: Duration = Duration::from_millis(1);
+/// Interval of such checks while callers have been in one wait for a tick: they wake the thread at its end. Only the
+/// page's rows are due meanwhile.
+const TICK_OF_WAIT: Duration = Duration::from_millis(50);
 /// Callers that make a pass at least this often on average count as polling: they find arrivals sooner than the
 /// background thread, which would only compete for the lock and a processor, and make peers send wake-ups.
 const POLLS_EVERY: Duration = Duration::from_micros(20);
@@ -56,6 +59,8 @@ impl Progress {
             let wake_ups = core.wake_ups();
             let (passes, polling) = (wake_ups.caller_passes(), wake_ups.is_polling());
             let sleeping = wake_ups.is_anyone_sleeping();
+            let in_one_wait = polling && passes == seen;
+            wake_ups.set_attended(in_one_wait);
             drop(core);
             if due {
                 self.publish();
@@ -64,7 +69,7 @@ impl Progress {
                 while self.run_tasks() {}
                 // Callers make progress themselves: check again when they may have stopped.
                 seen = passes;
-                std::thread::park_timeout(TICK);
+                std::thread::park_timeout(if in_one_wait { TICK_OF_WAIT } else { TICK });
                 continue;
             }
             self.drive();

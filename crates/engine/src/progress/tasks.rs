@@ -67,7 +67,10 @@ impl Progress {
     pub(crate) fn defer(&self, task: Task) {
         match self.tasks.push(task) {
             Some(task) => task(),
-            None => self.connections.driven().wake(),
+            None => {
+                self.connections.driven().wake();
+                self.hand_over();
+            }
         }
     }
 
