@@ -83,11 +83,10 @@ struct InFlight {
 impl Core {
     /// A sample that begins with the peer `from`, or with the first.
     pub(crate) fn sample(&mut self, from: u32, since: &mut Since) -> Sample {
-        let (by_peer, wait, in_flight) = self.waits(since);
         let count = self.peers().ids().count() as u32;
         let from = if from < count { from } else { 0 };
-        let mut by_peer = by_peer;
         let chosen: Vec<EndpointId> = self.peers().ids().skip(from as usize).take(PEERS_MAX).collect();
+        let (mut by_peer, wait, in_flight) = self.waits(since, &chosen);
         let peers = chosen.iter().filter_map(|id| self.peer_sample(*id, by_peer.remove(id).unwrap_or_default()));
         let peers = peers.collect();
         let ends = self.transfers.polled.take_ends();
@@ -113,10 +112,14 @@ impl Core {
         })
     }
 
-    /// The operations in flight with each peer, the oldest of all that waits for somebody, and how many there are.
-    fn waits(&mut self, since: &mut Since) -> (HashMap<EndpointId, InFlight>, Option<Wait>, u64) {
+    /// The operations in flight with each of the `chosen` peers, the oldest of all that waits for a peer, and their number.
+    fn waits(
+        &mut self,
+        since: &mut Since,
+        chosen: &[EndpointId],
+    ) -> (HashMap<EndpointId, InFlight>, Option<Wait>, u64) {
         let (now, tables) = (now_ns(), &self.transfers.tables);
-        let mut seen = HashMap::new();
+        let mut seen = HashMap::with_capacity(since.0.len());
         let mut by_peer: HashMap<EndpointId, InFlight> = HashMap::new();
         let (mut oldest, mut unmatched, mut count) = (None, None, 0);
         for (id, op) in tables.operations.in_flight(OPERATIONS_MAX).filter(|(_, op)| op.kind() != OpKind::Batch) {
@@ -127,9 +130,11 @@ impl Core {
                 keep(&mut unmatched, op, at, || "any peer".to_owned());
                 continue;
             };
-            let of = by_peer.entry(endpoint).or_default();
-            of.count += 1;
-            keep(&mut of.wait, op, at, || tables.peers.name(endpoint));
+            if chosen.contains(&endpoint) {
+                let of = by_peer.entry(endpoint).or_default();
+                of.count += 1;
+                keep(&mut of.wait, op, at, || tables.peers.name(endpoint));
+            }
             keep(&mut oldest, op, at, || tables.peers.name(endpoint));
         }
         since.0 = seen;

@@ -63,6 +63,10 @@ struct Rail {
     row: Row,
     sent: u64,
     received: u64,
+    /// Lanes that are up, and what is in flight over them.
+    lanes: u64,
+    chunks: u64,
+    bytes: u64,
     stalls: u64,
     retransmits: u64,
     resent: u64,
@@ -186,15 +190,18 @@ impl Rows {
                 ended.extend(rows.links.remove(&lane).map(|link| (link, end)));
             }
             for lane in &peer.lanes {
-                let rail = rail_of(&lane.name);
-                let link = rows.links.entry(lane.id).or_insert_with(|| Link {
-                    row: Row::new(Some(&self.page), Kind::Link, self.owner, &lane.name, &peer.name),
-                    rail: rail.to_owned(),
-                    stalls: 0,
-                    chunks: 0,
-                    bytes: 0,
+                let name = rail_of(&lane.name);
+                let rail = rail_row(&mut self.rails, &self.page, self.owner, name);
+                let link = rows.links.entry(lane.id).or_insert_with(|| {
+                    rail.lanes += 1;
+                    Link {
+                        row: Row::new(Some(&self.page), Kind::Link, self.owner, &lane.name, &peer.name),
+                        rail: name.to_owned(),
+                        stalls: 0,
+                        chunks: 0,
+                        bytes: 0,
+                    }
                 });
-                let rail = rail_row(&mut self.rails, &self.page, self.owner, rail);
                 let carried = self.counted.entry(lane.id).or_default();
                 if let Some(stats) = lane.stats {
                     rail.count(&stats, carried);
@@ -228,6 +235,8 @@ impl Rows {
     /// A lane has ended: alone (`lost`), or with its peer.
     fn end(&mut self, link: &Link, end: EndedLane, lost: bool) {
         if let Some(rail) = self.rails.get_mut(&link.rail) {
+            rail.lanes -= 1;
+            (rail.chunks, rail.bytes) = (rail.chunks - link.chunks, rail.bytes - link.bytes);
             rail.resent += end.resent_chunks;
             rail.lost += u64::from(lost);
             rail.corrupt += u64::from(end.is_corrupt);
@@ -236,19 +245,14 @@ impl Rows {
 
     fn write_rails(&mut self) {
         use fields::rail as field;
-        let links = || self.peers.values().flat_map(|peer| peer.links.values());
-        for (name, rail) in &mut self.rails {
-            let (mut lanes, mut chunks, mut bytes) = (0, 0, 0);
-            for link in links().filter(|link| link.rail == *name) {
-                (lanes, chunks, bytes) = (lanes + 1, chunks + link.chunks, bytes + link.bytes);
-            }
-            let Rail { row, sent, received, stalls, retransmits, resent, lost, corrupt } = rail;
+        for rail in self.rails.values_mut() {
+            let Rail { row, sent, received, lanes, chunks, bytes, stalls, retransmits, resent, lost, corrupt } = rail;
             row.write(|writer| {
                 writer.set(field::sent_bytes, *sent);
                 writer.set(field::received_bytes, *received);
-                writer.set(field::lanes, lanes);
-                writer.set(field::in_flight_chunks, chunks);
-                writer.set(field::in_flight_bytes, bytes);
+                writer.set(field::lanes, *lanes);
+                writer.set(field::in_flight_chunks, *chunks);
+                writer.set(field::in_flight_bytes, *bytes);
                 writer.set(field::stalls, *stalls);
                 writer.set(field::retransmits, *retransmits);
                 writer.set(field::resent_chunks, *resent);
@@ -289,13 +293,16 @@ impl Rail {
 impl Link {
     fn update(&mut self, lane: &LaneSample, carried: &LaneStats, rail: &mut Rail) {
         use fields::link as field;
+        let (chunks, bytes) = (lane.load.chunks as u64, lane.load.bytes);
         rail.stalls += lane.stalls - self.stalls;
-        (self.stalls, self.chunks, self.bytes) = (lane.stalls, lane.load.chunks as u64, lane.load.bytes);
+        rail.chunks = rail.chunks + chunks - self.chunks;
+        rail.bytes = rail.bytes + bytes - self.bytes;
+        (self.stalls, self.chunks, self.bytes) = (lane.stalls, chunks, bytes);
         self.row.write(|writer| {
             writer.set(field::sent_bytes, carried.tx_bytes);
             writer.set(field::received_bytes, carried.rx_bytes);
-            writer.set(field::in_flight_chunks, lane.load.chunks as u64);
-            writer.set(field::in_flight_bytes, lane.load.bytes);
+            writer.set(field::in_flight_chunks, chunks);
+            writer.set(field::in_flight_bytes, bytes);
             writer.set(field::rate, lane.load.rate);
             writer.set(field::stalls, lane.stalls);
             writer.set(field::retransmits, carried.retransmits);
@@ -310,6 +317,9 @@ fn rail_row<'a>(rails: &'a mut HashMap<String, Rail>, page: &Arc<Page>, owner: u
         row: Row::new(Some(page), Kind::Rail, owner, name, ""),
         sent: 0,
         received: 0,
+        lanes: 0,
+        chunks: 0,
+        bytes: 0,
         stalls: 0,
         retransmits: 0,
         resent: 0,
