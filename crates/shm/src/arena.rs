@@ -134,7 +134,10 @@ impl Arena {
     /// Registers `wire`: it is notified of segments that are dropped from now on.
     pub(crate) fn enlist(&self, wire: &Arc<Wire>) {
         let mut wires = self.wires();
-        wires.retain(|known| known.strong_count() > 0);
+        // Whenever it would grow: otherwise each lane would look at all those before it.
+        if wires.len() == wires.capacity() {
+            wires.retain(|known| known.strong_count() > 0);
+        }
         wires.push(Arc::downgrade(wire));
     }
 
