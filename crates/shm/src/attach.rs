@@ -79,6 +79,8 @@ pub fn attach(
     socket.send(HELLO, &mine.encode(), None)?;
     let theirs = Hello::decode(&socket.recv(HELLO)?.0)?;
     let control = Arc::new(socket.share_control(side, mine.ring.max(theirs.ring))?);
+    // The peer sends nothing over the lane before it has received what follows over the socket.
+    crate::wake::announce_first(&control, side.index());
     let process = process_of(&stream, &mine, &theirs);
     let (report, peer_has_cma) = socket.try_cma(&probe, process.clone(), &theirs)?;
     let wire = Arc::new(Wire::new(stream));

@@ -63,6 +63,8 @@ pub struct ShmLane {
     /// The peer is gone; what it left in the ring is still to be delivered.
     hung_up: bool,
     idle: u32,
+    /// Neither armed nor disarmed since it was attached, asleep.
+    is_new: bool,
     stats: LaneStats,
     pub(crate) arena: Arc<Arena>,
     pub(crate) cursors: Cursors,
@@ -109,6 +111,7 @@ impl ShmLane {
             attention: false,
             hung_up: false,
             idle: 0,
+            is_new: true,
             stats: LaneStats::default(),
             arena: attached.arena,
             segments: HashMap::new(),
@@ -499,6 +502,10 @@ impl Lane for ShmLane {
     }
 
     fn arm(&mut self) -> bool {
+        if std::mem::take(&mut self.is_new) && self.flags.is_announced() {
+            // Since before the peer's first frame: it has seen the announcement, or will.
+            return self.confirm_sleep();
+        }
         let passed = self.announce_sleep().is_none_or(|barrier| barrier());
         self.confirm_sleep() && passed
     }
@@ -528,6 +535,7 @@ impl Lane for ShmLane {
     }
 
     fn disarm(&mut self) {
+        self.is_new = false;
         self.flags.awake();
     }
 

@@ -91,6 +91,11 @@ fn settle() -> bool {
     passed
 }
 
+/// Announces that `side` sleeps for frames, before its peer can send one: no barrier is needed then.
+pub(crate) fn announce_first(control: &Control, side: usize) {
+    control.fixed().sleeping[side].0.store(DATA | COUNT, Ordering::SeqCst);
+}
+
 /// The flags of both sides.
 pub(crate) struct Flags {
     mine: NonNull<AtomicU64>,
@@ -170,6 +175,11 @@ impl Flags {
         self.mine().store(what, Ordering::SeqCst);
         fence(Ordering::SeqCst);
         self.expedited.then_some(settle as Barrier)
+    }
+
+    /// Whether this side has announced that it sleeps for frames, and the peer has not claimed the wake-up.
+    pub(crate) fn is_announced(&self) -> bool {
+        self.mine().load(Ordering::Acquire) == DATA | COUNT
     }
 
     /// Announces the end of the lane: its copies no longer access the peer's memory.

@@ -57,6 +57,21 @@ fn both_stream(options: &Options, count: usize, sleeps: [bool; 2]) {
 }
 
 #[test]
+fn a_lane_is_asleep_from_its_beginning() {
+    for arms in [false, true] {
+        let (mut a, mut b) = pair(&Options::default());
+        assert!(!arms || b.arm());
+        common::post(&mut a, &mut Keeper::default(), 9, &[1; 8]).expect("posted");
+        assert!(is_woken(&b));
+        assert!(!b.arm(), "there is a frame");
+    }
+    let (mut a, mut b) = pair(&Options::default());
+    b.disarm();
+    common::post(&mut a, &mut Keeper::default(), 9, &[1; 8]).expect("posted");
+    assert!(!is_woken(&b), "it is polled");
+}
+
+#[test]
 fn short_frames_are_offered_without_a_poll_and_longer_ones_are_not() {
     let (mut a, mut b) = pair(&Options::default());
     for len in [8_usize, 24, 25] {
@@ -170,6 +185,7 @@ fn is_woken(lane: &ShmLane) -> bool {
 #[test]
 fn arming_sees_what_came_before_and_a_bell_tells_what_comes_after() {
     let (mut a, mut b) = pair(&Options { ring_bytes: 1, cma: false });
+    b.disarm();
     let mut sink = Keeper::default();
     common::post(&mut a, &mut sink, 1, &[1]).expect("post");
     assert!(!b.arm(), "there is a frame");
@@ -191,6 +207,7 @@ fn arming_sees_what_came_before_and_a_bell_tells_what_comes_after() {
 #[test]
 fn a_sender_without_room_is_told_when_there_is_some() {
     let (mut a, mut b) = pair(&Options { ring_bytes: 1, cma: false });
+    a.disarm();
     let (mut from, mut to) = (Keeper::default(), Keeper::default());
     from.outbox.extend((0..40).map(|i| (1, vec![i; 60_000])));
     while a.poll(&mut from, 1 << 20, true).expect("poll") {}

@@ -171,6 +171,10 @@ impl PolledLanes {
     /// Arms a lane that was just added if the others are. False: it has work already, and no lane is armed any more.
     pub(super) fn arm_added(&mut self, id: LaneId) -> bool {
         if !self.armed {
+            // A lane may be armed from its beginning.
+            if let Some(lane) = self.get_mut(id) {
+                lane.disarm();
+            }
             return true;
         }
         let armed = self.get_mut(id).is_some_and(Lane::arm);
@@ -332,7 +336,8 @@ mod tests {
         let _alone = ALONE.lock().unwrap();
         let mut lanes = PolledLanes::new();
         let first = add(&mut lanes, 10, false);
-        assert!(lanes.arm_added(first) && !lanes.is_armed(), "somebody polls");
+        assert!(lanes.arm_added(first) && !lanes.is_armed(), "a thread polls");
+        assert_eq!(asked("disarm"), [10]);
         assert!(lanes.arm());
         ASKED.lock().unwrap().clear();
         let second = add(&mut lanes, 11, false);
