@@ -72,7 +72,8 @@ def nodes(effort: Effort, found: ScenarioResults) -> None:
 
 def once(effort: Effort, found: ScenarioResults) -> None:
     """Two nodes of two ranks each, which share GPUs: rows once for each rank, and once for each node."""
-    four = ("--nodes=2", "--num-processes=4")
+    # Kernels of both ranks of a GPU must fit at the same time.
+    four = ("--nodes=2", "--num-processes=4", "--num-sms=32")
     rows: dict[str, list[Row]] = {}
     try:
         with mps():

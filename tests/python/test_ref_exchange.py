@@ -170,6 +170,37 @@ def test_combine_is_within_its_bound(shape: Shape, layout: Layout, prereduce: bo
             np.testing.assert_allclose(sum_[row], [float(value) for value in exact_row], rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_sums_that_are_rounded_by_node_have_a_bound_of_their_own(layout: Layout) -> None:
+    shape = Shape(4, 16, 256, 8, 6)
+    came = World(shape, 9).dispatch(layout)
+    assert came[0] is not None
+    ys = outputs(came)
+    beyond = 0
+    for source in range(shape.ranks):
+        alone = [[y if rank == only else None for rank, y in enumerate(ys)] for only in range(shape.ranks)]
+        rows = [ref.bf16_values(of_rank(ref.combine(one, came[0].handle), source)) for one in zeroed(ys, alone)]
+        nodes = [ref.bf16_values(ref.bf16_bits(rows[first] + rows[first + 1])) for first in (0, 2)]
+        got = ref.bf16_values(ref.bf16_bits(nodes[0] + nodes[1]))
+        for node in (1, 2):
+            sum_, bound = of_rank(ref.combine_exact(ys, came[0].handle, node=node), source)
+            wrong = int((np.abs(got - sum_) > bound).sum())
+            beyond += wrong if node == 1 else 0
+            assert node == 1 or wrong == 0
+    assert beyond > 0, "sums of another order are told apart"
+
+
+def of_rank(results: list[Any], rank: int) -> Any:
+    """The result of a rank that takes part."""
+    assert results[rank] is not None
+    return results[rank]
+
+
+def zeroed(ys: list[Any], alone: list[list[Any]]) -> list[list[Any]]:
+    """Outputs of one rank at a time; those of the others are zeros."""
+    return [[np.zeros_like(y) if one is None else one for y, one in zip(ys, each, strict=True)] for each in alone]
+
+
 def test_sums_of_integers_are_exact() -> None:
     world = World(Shape(4, 16, 8, 8, 4), 5)
     world.weights = [np.ones_like(one) for one in world.weights]

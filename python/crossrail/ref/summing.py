@@ -19,8 +19,14 @@ a_r the same of magnitudes, and s the exact sum of all:
     d     = sum e_r + g(N) (sum (|s_r| + e_r) + sum |bias|)       error of the sum of N rows and biases
     bound = d + 2^-8 (|s| + d) + 2^-134                           error of the result
 
-In the rank layout e_r = 0, because rows are added unchanged; not pre-reduced, every term is a row of its own with
-e = g(1) |term|. Products that are subnormal in fp32 have an error of 2^-150 each, which 2^-134 covers many times over.
+With ``node`` > 1 rank r is of node r // node, where one rank adds the K rows of a node and rounds their sum to bf16:
+
+    d_k   = sum e_r + g(K) sum (|s_r| + e_r)                      error of a node's fp32 sum
+    e_k   = d_k + 2^-8 (|s_k| + d_k) + 2^-134                     error of its bf16 row
+
+and these rows take the place of the ranks' in d. In the rank layout e_r = 0, because rows are added unchanged; not
+pre-reduced, every term is a row of its own with e = g(1) |term|. Products that are subnormal in fp32 have an error of
+2^-150 each, which 2^-134 covers many times over.
 The bound holds unless a sum overflows.
 """
 
@@ -80,16 +86,19 @@ def combine_exact(
     biases: Sequence[Sequence[Values]] | None = None,
     prereduce: bool = True,
     active: Sequence[int] | None = None,
+    node: int = 1,
 ) -> list[tuple[F64, F64] | None]:
     """The sums of `combine` in fp64, and the error bound of a bf16 result, both f64 [T, H] by rank.
 
+    ``node``: the number of ranks in a node, if rows return once from each node (`ExpertBuffer(send="node")`).
     (The error of fp64 itself, 2^-53 of the terms, is negligible: the bound has more slack than that.)
     """
     results: list[tuple[F64, F64] | None] = [None] * handle.shape.ranks
     for source in _there(handle, active):
         exact = _zeros(handle, source, np.float64)
         error, last, added = exact.copy(), exact.copy(), 0
-        for sum_, off, count in _rows(ys, handle, topk_weights, source, active, prereduce):
+        rows = _rows(ys, handle, topk_weights, source, active, prereduce)
+        for sum_, off, count in _by_node(rows, node) if node > 1 else ((sum_, off, n) for _, sum_, off, n in rows):
             exact, error, last, added = exact + sum_, error + off, last + np.abs(sum_) + off, added + count
         for bias in biases[source] if biases is not None else ():
             values = bf16_values(bits(bias)).astype(np.float64)
@@ -106,8 +115,8 @@ def _rows(
     source: int,
     active: Sequence[int] | None,
     prereduce: bool,
-) -> Iterator[tuple[F64, F64, int]]:
-    """The rows that are added last: exact value, error bound, and number of terms."""
+) -> Iterator[tuple[int, F64, F64, int]]:
+    """The rows that are added last: rank, exact value, error bound, and number of terms."""
     sums: dict[int, list[F64]] = {}
     terms: dict[int, int] = {}
     for rank, tokens, values, weights in _terms(ys, handle, topk_weights, source, active):
@@ -115,7 +124,7 @@ def _rows(
         one = _zeros(handle, source, np.float64)
         one[tokens] = wide
         if not _by_rank(handle, prereduce):
-            yield one, _g(1) * np.abs(one), 1
+            yield rank, one, _g(1) * np.abs(one), 1
             continue
         sum_ = sums.setdefault(rank, [np.zeros_like(one), np.zeros_like(one)])
         sum_[0] += one
@@ -126,7 +135,20 @@ def _rows(
         if handle.layout == "expert":
             off = _g(terms[rank]) * magnitude
             off += _BF16 * (np.abs(sum_rank) + off) + _LEAST
-        yield sum_rank, off, 1
+        yield rank, sum_rank, off, 1
+
+
+def _by_node(rows: Iterator[tuple[int, F64, F64, int]], node: int) -> Iterator[tuple[F64, F64, int]]:
+    """The rows of nodes: exact value, error bound, and number of terms."""
+    nodes: dict[int, list[tuple[F64, F64]]] = {}
+    for rank, sum_rank, off, _ in rows:
+        nodes.setdefault(rank // node, []).append((sum_rank, off))
+    for of_node in nodes.values():
+        sum_node, off, added = np.zeros_like(of_node[0][0]), np.zeros_like(of_node[0][1]), np.zeros_like(of_node[0][1])
+        for sum_rank, off_rank in of_node:
+            sum_node, off, added = sum_node + sum_rank, off + off_rank, added + np.abs(sum_rank) + off_rank
+        off = off + _g(len(of_node)) * added
+        yield sum_node, off + _BF16 * (np.abs(sum_node) + off) + _LEAST, 1
 
 
 def _g(terms: int) -> float:

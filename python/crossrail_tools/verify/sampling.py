@@ -72,10 +72,12 @@ class Sums:
 
 
 class Judge:
-    """Compares the results of `rank`; `turn` seeds the choice of samples. Expected values are cached."""
+    """Compares the results of `rank`; `turn` seeds the choice of samples. Expected values are cached.
 
-    def __init__(self, work: Work, rank: int, turn: int = 0) -> None:
-        self.work, self.rank = work, rank
+    ``node``: the number of ranks in a node, if rows return once from each node."""
+
+    def __init__(self, work: Work, rank: int, turn: int = 0, node: int = 1) -> None:
+        self.work, self.rank, self.node = work, rank, node
         self.turn = turn
         rng = np.random.default_rng([work.seed, rank, turn])
         self.inputs = inputs(work)
@@ -195,7 +197,7 @@ class Judge:
                 if weights is not None:
                     weights[rank] = weights[self.rank][:0]
         part = Handle(shape, handle.layout, handle.active, routing, weights, where)
-        found = combine_exact(ys, part, prereduce=self.work.prereduce)[self.rank]
+        found = combine_exact(ys, part, prereduce=self.work.prereduce, node=self.node)[self.rank]
         assert found is not None
         return found
 

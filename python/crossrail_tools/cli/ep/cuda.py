@@ -103,6 +103,7 @@ class _Run:
             "ordinal": int(self.gpus[self.where.local_index(rank)].removeprefix("cuda:")),
             "settings": self._settings(rank),
             "progress": self.progress.visible and rank == 0,
+            "per_node": self.where.size // (self.where.nodes * self.options.nodes),
         }
 
     def _settings(self, rank: int) -> dict[str, str]:
@@ -205,7 +206,8 @@ class _Rank:
         self.progress: bool = job["progress"]
         self.settings: dict[str, str] = job["settings"]
         self.work: Work | None = None
-        self.judges: dict[int, Judge] = {}
+        self.judges: dict[tuple[int, int], Judge] = {}
+        self.per_node: int = job["per_node"]
         self.rigs: dict[str, _DeviceEp] = {}
 
     def handle(self, request: Message) -> bool:
@@ -259,7 +261,8 @@ class _Rank:
         """Compares one dispatch and one combine with the reference. Raises Failure."""
         assert self.work is not None
         rig = self.rigs[way]
-        judge = self.judges.setdefault(turn, Judge(self.work, self.group.rank, turn))
+        node = self.per_node if rig.facts()["send"] == "node" else 1
+        judge = self.judges.setdefault((turn, node), Judge(self.work, self.group.rank, turn, node))
         self.group.barrier("dispatch", timeout=STEP_S)
         parts = rig.dispatch()
         self.group.barrier("combine", timeout=STEP_S)
