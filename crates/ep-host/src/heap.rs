@@ -19,8 +19,8 @@ use crossrail_ep::{Config, Layout};
 use crossrail_transport::{Doorbell, Word};
 use crossrail_types::{Error, ErrorKind};
 
-/// Bytes of a header's text.
-const TEXT: usize = 176;
+/// Bytes of a header's text: all that the other fields leave.
+const TEXT: usize = 216;
 const PAGE: usize = 4096;
 
 /// The messages of one peer: the sequence number of the last of each [`Message`](crate::peer::Message), by the parity of
@@ -99,7 +99,8 @@ impl Header {
     }
 }
 
-pub(crate) const HEADER: usize = size_of::<Header>();
+/// A header's bytes. The text ends with them: bytes of padding would be sent as they are on the stack.
+pub(crate) const HEADER: usize = std::mem::offset_of!(Header, text) + TEXT;
 const _: () = assert!(HEADER == 256 && size_of::<ControlWords>() == 128 && size_of::<Doorbell>() == 128);
 
 /// Offsets in a heap, in bytes; equal on every rank.
