@@ -20,7 +20,7 @@ from test_cli_store import store
 
 import crossrail
 from crossrail_tools.cli.command_line import parse_arguments
-from crossrail_tools.cli.doctor import gpus, job, limits, nics, table, transports
+from crossrail_tools.cli.doctor import gpus, job, limits, nics, second, table, transports
 from crossrail_tools.cli.doctor.examine import examine
 from crossrail_tools.cli.doctor.finding import SEVERITIES, Check, Found, Machine
 from crossrail_tools.cli.doctor.links import Rail, pair_rails
@@ -407,6 +407,22 @@ def test_a_slow_pair_of_gpus_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert slow.subject == "cuda:2 to cuda:0" and "20.00 GB/s" in slow.evidence
     assert {one.severity for one in found(gpus.pairs, with_gpus(2, access=False))} == {"warning"}
     assert found(gpus.pairs, with_gpus(1))[0].severity == "note"
+
+
+def test_a_second_process_that_starts_slowly_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Emulated, or on a busy machine, it takes longer to start than the connection may."""
+    real = second.rank_process
+
+    def slow(*given: Any) -> Any:
+        end = real(*given)
+        end.pause(True)
+        threading.Timer(5, end.pause, [False]).start()
+        return end
+
+    monkeypatch.setattr(second, "rank_process", slow)
+    monkeypatch.setattr(second, "WAIT_S", 4.0)
+    (one,) = found(transports.shared_memory, machine())
+    assert one.severity == "ok", one.evidence
 
 
 @pytest.mark.parametrize(("flaw", "severity", "said"), [(0, "warning", "staged in host memory"), (1, "error", "wrong")])

@@ -18,7 +18,7 @@ from ..cases import NetPlugin, P2p
 from ..ends import End
 from ..failure import Failure
 from ..processes import Message
-from ..rank_process import Parent
+from ..rank_process import START_S, Parent
 from ..ranks import rank_process
 
 KIND = "doctor"
@@ -31,10 +31,11 @@ SECRET_LEN = 16
 
 @contextlib.contextmanager
 def second_process(job: Message) -> Iterator[End]:
-    """Starts the process with ``job``, and ends it with the block. Raises Failure."""
+    """Starts the process with ``job``, waits until it runs, and ends it with the block. Raises Failure."""
     end = rank_process("the second process", KIND)
     try:
         end.send(job)
+        end.wait_for("started", START_S)
         yield end
     finally:
         end.end()
@@ -52,6 +53,7 @@ def pattern(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 def serve(parent: Parent, job: Message) -> None:
     """Runs the other process's part of ``job``. Raises Failure and the library's errors."""
+    parent.send("started")
     match job.get("do"):
         case "transfer":
             _transfer(parent, job)
