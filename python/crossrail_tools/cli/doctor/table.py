@@ -54,7 +54,7 @@ CHECKS = (
     ),
     *_of(
         "transports",
-        25,
+        45,
         Check(
             "shm",
             "Two processes send 16 MiB to each other over shared memory, and compare it.",
@@ -99,7 +99,7 @@ CHECKS = (
             "error if it fails or the data differs, warning if another transport carries it, note if it is unusable",
             "what `crossrail info` names for that transport",
             transports.further_transports,
-            limit_s=40,
+            limit_s=60,
         ),
         Check(
             "registration",
@@ -399,7 +399,7 @@ CHECKS = (
     ),
     *_of(
         "nccl",
-        30,
+        50,
         Check(
             "nccl-plugin",
             "Two processes load the plugin as NCCL does, and move 1 MiB through it.",
