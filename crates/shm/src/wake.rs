@@ -177,7 +177,7 @@ impl Flags {
         self.expedited.then_some(settle as Barrier)
     }
 
-    /// Whether this side has announced that it sleeps for frames, and the peer has not claimed the wake-up.
+    /// True if this side has announced that it sleeps for frames, and the peer has not claimed the wake-up.
     pub(crate) fn is_announced(&self) -> bool {
         self.mine().load(Ordering::Acquire) == DATA | COUNT
     }
