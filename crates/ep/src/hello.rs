@@ -6,9 +6,9 @@ use serde::{Deserialize, Serialize};
 use crate::config::{Config, Layout, OnLoss, Payload};
 
 /// Tag of a [`Hello`]; its number is the version of the protocol between ranks.
-pub(crate) const HELLO_TAG: u64 = 0x4550_0000_0004_0001;
+pub(crate) const HELLO_TAG: u64 = 0x4550_0000_0005_0001;
 /// Tag of a [`Verdict`].
-pub(crate) const VERDICT_TAG: u64 = 0x4550_0000_0004_0002;
+pub(crate) const VERDICT_TAG: u64 = 0x4550_0000_0005_0002;
 /// Upper bound on the bytes of a message: longer ones are refused before anything is allocated.
 pub const MAX_MESSAGE: usize = 8192;
 

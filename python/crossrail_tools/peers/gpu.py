@@ -238,7 +238,7 @@ class Nccl(Peer):
         scales = {None: 0, "f32": 4, "power2": 4, "ue8m0": 1}[work.scale] * (shape.hidden // 128)
         row = 2 * shape.hidden if work.scale is None else shape.hidden + scales
         self.group = here.group
-        self.what = "all_to_all_single, a row per selection"
+        self.what = "all_to_all_single, a row per selection (nccl) or per token and rank (nccl-tokens)"
         self.there, self.back = (self._pair(here, work.tokens * shape.topk * one) for one in (row, 2 * shape.hidden))
         reached = [self._reached(work, rank) for rank in range(shape.ranks)]
         self.sent, self.received = reached[here.rank], [counts[here.rank] for counts in reached]

@@ -191,7 +191,7 @@ def add_arguments(parser: Parser) -> None:
     peers = (
         "mpi (MPI_Alltoallv; needs openmpi-bin and mpi4py); with --device cuda, needing PyTorch: "
         "deepep (DeepEP V1), drop-in (crossrail.deep_ep in the same program), "
-        "nccl (all_to_all_single of one row per selection); "
+        "nccl (all_to_all_single of one row per selection, or per token and rank); "
         "network (the same exchange without NVLink or shared memory)"
     )
     out.add_compare(PEERS, peers)
