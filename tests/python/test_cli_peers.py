@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import time
 
 import pytest
@@ -161,3 +162,18 @@ def test_a_server_that_cannot_start_says_why() -> None:
     job = PeerJob("iperf3", "p2p", 1, "tcp", 1, hosts=["192.0.2.1"])
     with pytest.raises(PeerFailure, match=r"no free port on 192\.0\.2\.1"), peers.servers(job):
         pytest.fail("there is no such address here")
+
+
+@pytest.mark.parametrize("peer", ["ucx", "iperf3"])
+def test_a_server_whose_port_was_taken_meanwhile_gets_another(peer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    need(peers._PROGRAMS[peer])
+    free_port = peers._free_port
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        port = taken.getsockname()[1]
+        found = iter([port])
+        monkeypatch.setattr(peers, "_free_port", lambda host: next(found, None) or free_port(host))
+        with peers.servers(work(peer, "bandwidth", "tcp")) as ports:
+            assert ports != [port]
+        monkeypatch.setattr(peers, "_free_port", lambda host: port)
+        with pytest.raises(PeerFailure, match=r"did not start listening on port \d+.*already in use"):
+            peers.servers(work(peer, "bandwidth", "tcp")).__enter__()

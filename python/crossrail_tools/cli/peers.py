@@ -27,6 +27,8 @@ from .processes import Process
 KNOWN = ("ucx", "ucx-e", "iperf3")
 """``ucx-e`` is ``ucx_perftest -e``: its endpoints report failures, as ours do."""
 SERVER_START_S = 10.0
+PORTS_TRIED = 3
+"""A port that was free may be taken before a server listens there."""
 LONGEST_S = 600.0
 _PROGRAMS = {"ucx": "ucx_perftest", "ucx-e": "ucx_perftest", "iperf3": "iperf3"}
 _PACKAGES = {"ucx": "ucx-utils", "ucx-e": "ucx-utils", "iperf3": "iperf3"}
@@ -138,19 +140,26 @@ def servers(work: PeerJob) -> Iterator[list[int]]:
 
 
 def _start_server(stack: contextlib.ExitStack, work: PeerJob, host: str) -> int:
-    port = _free_port(host)
-    if work.peer == "iperf3":
-        command = ["iperf3", "-s", "-1", "-p", str(port), "-B", host]
-    else:
-        command = ["ucx_perftest", "-p", str(port), *_ucx_options(work, host)]
-    process = _started(command, _ucx_environment(work))
-    stack.enter_context(process)
-    deadline = time.monotonic() + SERVER_START_S
-    while not _listens(process.popen.pid, port):
-        if process.popen.poll() is not None or time.monotonic() > deadline:
-            raise PeerFailure(f"{command[0]} did not start listening on port {port}: {_last_words(process)}")
-        time.sleep(0.01)  # the kernel has no event for another process's port
-    return port
+    for attempt in range(PORTS_TRIED):
+        port = _free_port(host)
+        if work.peer == "iperf3":
+            command = ["iperf3", "-s", "-1", "-p", str(port), "-B", host]
+        else:
+            command = ["ucx_perftest", "-p", str(port), *_ucx_options(work, host)]
+        process = _started(command, _ucx_environment(work))
+        stack.enter_context(process)
+        deadline = time.monotonic() + SERVER_START_S
+        while not _listens(process.popen.pid, port):
+            if process.popen.poll() is not None or time.monotonic() > deadline:
+                break
+            time.sleep(0.01)  # the kernel has no event for another process's port
+        else:
+            return port
+        said = _last_words(process)
+        # Another program has taken the port since, or has it at another address.
+        if "already in use" not in said or attempt + 1 == PORTS_TRIED:
+            break
+    raise PeerFailure(f"{command[0]} did not start listening on port {port}: {said}")
 
 
 def run_client(work: PeerJob, ports: Sequence[int]) -> Figure:
@@ -284,15 +293,17 @@ def _free_port(host: str) -> int:
 
 
 def _listens(pid: int, port: int) -> bool:
-    """Whether a socket listens on ``port`` in the namespace of process ``pid``. A connection would disturb the peer."""
+    """Whether process ``pid`` listens on ``port``. A connection would disturb the peer."""
     wanted = f"{port:04X}"
     for table in ("tcp", "tcp6"):
         try:
             lines = Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
+            own = {str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir()}
         except OSError:
             continue
         for line in lines:
             fields = line.split()
-            if fields[3] == _LISTENING and fields[1].rpartition(":")[2] == wanted:
+            is_wanted = fields[3] == _LISTENING and fields[1].rpartition(":")[2] == wanted
+            if is_wanted and f"socket:[{fields[9]}]" in own:
                 return True
     return False
