@@ -341,7 +341,8 @@ impl End {
 
     /// Polls without probing and sleeps when nothing moves, until `done`.
     pub(super) fn sleep_until(&mut self, mut done: impl FnMut(&mut End) -> bool) {
-        let mut idle_since = Instant::now();
+        let start = Instant::now();
+        let mut idle_since = start;
         loop {
             loop {
                 match self.try_step(1 << 20, false) {
@@ -349,6 +350,7 @@ impl End {
                     Ok(false) => break,
                     Err(error) => panic!("{}: {error}", self.label),
                 }
+                assert!(start.elapsed() < 6 * PATIENCE, "{}: it moves without an end", self.label);
             }
             let queued = self.sink.queued;
             if done(self) {
@@ -358,6 +360,16 @@ impl End {
                 self.sleep();
             }
             assert!(idle_since.elapsed() < PATIENCE, "{}: awake, but nothing moves", self.label);
+        }
+    }
+
+    /// Polls until `done`, which the other end brings about: what that sends last may need this end.
+    pub(super) fn poll_while_other(&mut self, done: impl Fn() -> bool) {
+        let start = Instant::now();
+        while !done() {
+            self.step(1 << 20);
+            assert!(start.elapsed() < 6 * PATIENCE, "{}: the other end does not finish", self.label);
+            std::thread::yield_now();
         }
     }
 

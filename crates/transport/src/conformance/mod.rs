@@ -19,6 +19,7 @@ mod rows;
 mod waiting;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::{COPIED_MAX, Lane, LaneError, Loan, Post};
 pub use domain::{DomainEnd, DomainMemory, run_domain};
@@ -406,6 +407,7 @@ fn sleep_and_wake(mut a: End, mut b: End) {
     const ROUNDS: usize = 500;
     const BULK: usize = 16;
     let large = cap(&a, 1 << 20);
+    let through = AtomicUsize::new(0);
     let play = |end: &mut End, opens: bool| {
         end.watch();
         if opens {
@@ -429,6 +431,8 @@ fn sleep_and_wake(mut a: End, mut b: End) {
         for seq in 0..BULK {
             end.expect_prefix(ROUNDS + seq, seq as u32, large);
         }
+        through.fetch_add(1, Ordering::Relaxed);
+        end.poll_while_other(|| through.load(Ordering::Relaxed) == 2);
     };
     // Both stay open until both are through: a close would wake the other by itself.
     std::thread::scope(|scope| {
