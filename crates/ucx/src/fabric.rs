@@ -15,7 +15,7 @@ use crate::raw;
 /// assert this.
 const PROTOCOLS_THAT_ASSERT: [(u32, u32); 2] = [(1, 16), (1, 17)];
 /// Versions whose tcp, seen with Debian's, asserts that it waits for an acknowledgement when a peer dies in the middle
-/// of a write into its memory. The same bytes go as messages of their tcp, copied once more at the receiving end.
+/// of a write into its memory. The same bytes go as messages of their tcp, copied once more at each end.
 const WRITES_THAT_ASSERT: [(u32, u32); 1] = [(1, 13)];
 
 /// A transport of UCX on a device, as UCX writes it: `tcp/eth0`, `rc_mlx5/mlx5_0:1`, `posix/memory`.
@@ -106,12 +106,18 @@ impl Fabric {
         } else if may_use_tcp(transports) {
             // The sending end writes into the receiver's memory.
             config.set("RNDV_SCHEME", "put_zcopy")?;
-            if WRITES_THAT_ASSERT.contains(&library.number()) && std::env::var_os("UCX_TCP_PUT_ENABLE").is_none() {
-                config.set("PUT_ENABLE", "n")?;
+            // UCX's tcp ends a message twice that it sends from its caller's memory when the connection is reset within
+            // a call that sends the message's rest (`uct_tcp_ep_sendv`, up to 1.21 at least). In builds with assertions
+            // that aborts the process.
+            config.set_unless_told("UCX_ZCOPY_THRESH", "ZCOPY_THRESH", "inf")?;
+            if WRITES_THAT_ASSERT.contains(&library.number()) {
+                config.set_unless_told("UCX_TCP_PUT_ENABLE", "PUT_ENABLE", "n")?;
+                // Segments of the default 8 KiB halve the rate of payloads that are copied into them.
+                config.set_unless_told("UCX_TCP_TX_SEG_SIZE", "TX_SEG_SIZE", "32K")?;
             }
         }
-        if PROTOCOLS_THAT_ASSERT.contains(&library.number()) && std::env::var_os("UCX_PROTO_ENABLE").is_none() {
-            config.set("PROTO_ENABLE", "n")?;
+        if PROTOCOLS_THAT_ASSERT.contains(&library.number()) {
+            config.set_unless_told("UCX_PROTO_ENABLE", "PROTO_ENABLE", "n")?;
         }
         let params = raw::Params {
             field_mask: raw::PARAM_FEATURES | raw::PARAM_SHARED_BY_THREADS,
@@ -224,6 +230,11 @@ impl Configuration {
         let status = unsafe { (library.raw.ucp_config_read)(std::ptr::null(), std::ptr::null(), &mut config) };
         library.check("ucp_config_read", status)?;
         Ok(Configuration { library, config })
+    }
+
+    /// As [`Configuration::set`], unless the environment has the variable.
+    fn set_unless_told(&self, variable: &str, name: &str, value: &str) -> Result<()> {
+        if std::env::var_os(variable).is_some() { Ok(()) } else { self.set(name, value) }
     }
 
     fn set(&self, name: &str, value: &str) -> Result<()> {
