@@ -25,3 +25,9 @@ def test_chunks_arrive_while_both_ends_sleep(provider: str) -> None:
     options = ("--window=1", "--size=1M", "--iters=20", "--warmup=2")
     (row,) = rows_of("bandwidth", *options, settings={"CROSSRAIL_TLS": tls, "CROSSRAIL_TIMEOUT": "10s"})
     assert row.transport == "fabric"
+
+
+def test_the_command_takes_a_provider() -> None:
+    tls = fabric_or_skip("tcp")
+    (row,) = rows_of("latency", f"--transport={tls}", "--sizes=8", "--iters=50", "--warmup=5")
+    assert row.transport == "fabric" and row.p50_us

@@ -97,8 +97,11 @@ fn is_named(entry: &str, name: &str) -> bool {
 }
 
 impl Filter {
-    /// Parses a list of transports. Everything after `ucx:` names UCX transports.
-    fn parse_transports(text: &str) -> Parsed<Filter> {
+    /// Parses a filter on transports, as `CROSSRAIL_TLS` has one. Everything after `ucx:` names UCX's transports.
+    ///
+    /// # Errors
+    /// The predicate of an error message whose subject is the name of the setting or argument.
+    pub fn parse_transports(text: &str) -> std::result::Result<Filter, String> {
         let text = text.trim();
         let mut places = text.match_indices(UCX).map(|(at, _)| at);
         let at = places.find(|at| *at == 0 || text[..*at].ends_with(','));
@@ -122,6 +125,12 @@ impl Filter {
             }
             _ => Err("combines `ucx:` with `all` or `^`".to_owned()),
         }
+    }
+
+    /// The first entry that names an unknown transport.
+    pub fn unknown_transport(&self) -> Option<&str> {
+        let is_known = |entry: &str| TRANSPORTS.iter().any(|name| is_named(entry, name));
+        self.names().iter().map(String::as_str).find(|entry| !is_known(entry))
     }
 
     /// The provider of libfabric, named after `fabric:`.

@@ -110,7 +110,7 @@ class SharedOptions:
 
     def add_links(self) -> None:
         """Adds the options of `LinkOptions`."""
-        self.add_transport("shm, tcp, cuda_ipc")
+        self.add_transport("shm, tcp, cuda_ipc, ucx, fabric, fabric:PROVIDER")
         self.add_rails()
         self.add_argument("--chunk", metavar="SIZE", help="bytes that one lane carries at a time")
         self.add_argument("--channels", metavar="N", type=positive, help="connections per rail")

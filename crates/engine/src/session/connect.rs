@@ -66,7 +66,7 @@ impl Sessions {
         turn: Turn,
     ) -> Result<EndpointId> {
         let deadline = Instant::now() + timeout.unwrap_or(self.environment.settings().timeout).min(WAIT_MAX);
-        let mut required = self.transports.required(require)?;
+        let mut required = self.transports.required(require, self.environment.settings())?;
         let insists = self.require_carriers(required.as_mut())?;
         if self.progress.is_closing() {
             return Err(gone("connect"));

@@ -23,17 +23,37 @@ pub(crate) fn registered() -> Transports {
 
 #[cfg(test)]
 mod tests {
-    use crossrail_types::ErrorKind;
+    use crossrail_types::{ErrorKind, Filter, Settings};
 
     use super::*;
 
     #[test]
     fn unknown_required_transports_are_named() {
         let transports = registered();
-        assert!(transports.required(Some("tcp,shm")).unwrap().is_some());
-        let error = transports.required(Some("tpc")).unwrap_err();
+        let settings = Settings::default();
+        assert!(transports.required(Some("tcp,shm"), &settings).unwrap().is_some());
+        let error = transports.required(Some("tpc"), &settings).unwrap_err();
         assert_eq!(error.kind, ErrorKind::Usage);
         assert!(error.detail.contains("tpc") && error.hint.is_some_and(|hint| hint.contains("tcp")));
+        for list in ["all", "^tcp", "", "tcp,tcp"] {
+            assert_eq!(transports.required(Some(list), &settings).unwrap_err().kind, ErrorKind::Usage, "{list}");
+        }
+    }
+
+    #[test]
+    fn a_provider_may_be_required_that_the_settings_have() {
+        let transports = registered();
+        let with = |tls: &str| Settings { tls: Filter::parse_transports(tls).unwrap(), ..Settings::default() };
+        let required = |list: &str, tls: &str| transports.required(Some(list), &with(tls));
+        assert_eq!(required("fabric:tcp", "fabric:tcp,self").unwrap(), Some(vec!["fabric".to_owned()]));
+        assert_eq!(required("tcp,ucx:rc,ud", "tcp,ucx:rc,ud").unwrap(), Some(vec!["ucx".to_owned(), "tcp".to_owned()]));
+        for (list, tls) in
+            [("fabric:tcp", "all"), ("fabric:efa", "fabric:tcp"), ("ucx:tcp", "ucx:rc"), ("ucx:tcp", "ucx")]
+        {
+            let error = required(list, tls).unwrap_err();
+            assert_eq!(error.kind, ErrorKind::Usage);
+            assert!(error.detail.contains(list) && error.detail.contains(tls), "{error}");
+        }
     }
 
     #[test]

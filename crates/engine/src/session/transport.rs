@@ -6,7 +6,7 @@ use std::time::Instant;
 use crossrail_gpu::CudaState;
 use crossrail_handshake::{Hello, Session};
 use crossrail_topology::NetDevice;
-use crossrail_types::{EndpointId, Error, ErrorKind, Result, Settings};
+use crossrail_types::{EndpointId, Error, ErrorKind, Filter, Result, Settings};
 
 use super::Sessions;
 use super::costs::EAGER_LIMIT;
@@ -231,21 +231,32 @@ impl Transports {
         self.0.iter().find(|transport| transport.control() == Control::Unix && transport.carrier().is_none())
     }
 
-    /// The transports that `require` names.
+    /// The transports that `require` names. A provider of libfabric or a list of UCX transports must be the same as that
+    /// of the settings, with which the libraries are opened.
     ///
     /// # Errors
-    /// `Usage` that lists the known ones.
-    pub(crate) fn required(&self, require: Option<&str>) -> Result<Option<Vec<String>>> {
+    /// `Usage` that lists the known ones, or says what the settings have.
+    pub(crate) fn required(&self, require: Option<&str>, settings: &Settings) -> Result<Option<Vec<String>>> {
         let Some(list) = require else { return Ok(None) };
-        let names: Vec<String> = list.split(',').map(|name| name.trim().to_owned()).collect();
+        let usage = |detail: String| Error::new(ErrorKind::Usage, "require", detail);
+        let asked = Filter::parse_transports(list).map_err(|why| usage(format!("{list:?} {why}")))?;
         let known: Vec<_> = self.0.iter().map(|transport| transport.name()).collect();
-        match names.iter().find(|name| !known.contains(&name.as_str())) {
-            Some(unknown) => {
-                let detail = format!("no transport is called {unknown:?}");
-                Err(Error::new(ErrorKind::Usage, "require", detail).with_hint(format!("known: {}", known.join(", "))))
-            }
-            None => Ok(Some(names)),
+        if let Some(unknown) = asked.unknown_transport() {
+            let detail = format!("no transport is called {unknown:?}");
+            return Err(usage(detail).with_hint(format!("known: {}", known.join(", "))));
         }
+        let Filter::Only(_) = asked else {
+            return Err(usage(format!("{list:?} is no list of transports")).with_hint("`tcp,shm`, say"));
+        };
+        let (of_fabric, of_ucx) = (asked.of_fabric(), asked.of_ucx());
+        if (of_fabric.is_some() && of_fabric != settings.tls.of_fabric())
+            || (of_ucx.is_some() && of_ucx != settings.tls.of_ucx())
+        {
+            let detail = format!("{list:?} is not what the context uses: CROSSRAIL_TLS is {}", settings.tls);
+            return Err(usage(detail).with_hint(format!("set CROSSRAIL_TLS={list} at both ends")));
+        }
+        let names = known.into_iter().filter(|name| asked.allows(name));
+        Ok(Some(names.map(str::to_owned).collect()))
     }
 
     #[cfg(test)]

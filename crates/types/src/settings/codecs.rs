@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::{Codec, Filter, LogLevel, Rails, Secret, TRANSPORTS, is_named};
+use super::{Codec, Filter, LogLevel, Rails, Secret, TRANSPORTS};
 use crate::checksum::Checksum;
 use crate::counts::{Affinity, Channels, IoThreads};
 use crate::error::Error;
@@ -14,8 +14,7 @@ use crate::unpack::Unpack;
 pub(super) const TRANSPORT_FILTER: Codec<Filter> = Codec {
     parse: |text| {
         let filter = Filter::parse_transports(text)?;
-        let is_known = |entry: &&String| TRANSPORTS.iter().any(|name| is_named(entry, name));
-        match filter.names().iter().find(|entry| !is_known(entry)) {
+        match filter.unknown_transport() {
             Some(name) => Err(format!("contains the unknown transport {name}; known: {}", TRANSPORTS.join(", "))),
             None => Ok(filter),
         }
