@@ -127,9 +127,9 @@ impl Filter {
         }
     }
 
-    /// The first entry that names an unknown transport.
-    pub fn unknown_transport(&self) -> Option<&str> {
-        let is_known = |entry: &str| TRANSPORTS.iter().any(|name| is_named(entry, name));
+    /// The first entry that names none of the `known` transports.
+    pub fn unknown_transport(&self, known: &[&str]) -> Option<&str> {
+        let is_known = |entry: &str| known.iter().any(|name| is_named(entry, name));
         self.names().iter().map(String::as_str).find(|entry| !is_known(entry))
     }
 

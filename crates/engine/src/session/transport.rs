@@ -241,7 +241,7 @@ impl Transports {
         let usage = |detail: String| Error::new(ErrorKind::Usage, "require", detail);
         let asked = Filter::parse_transports(list).map_err(|why| usage(format!("{list:?} {why}")))?;
         let known: Vec<_> = self.0.iter().map(|transport| transport.name()).collect();
-        if let Some(unknown) = asked.unknown_transport() {
+        if let Some(unknown) = asked.unknown_transport(&known) {
             let detail = format!("no transport is called {unknown:?}");
             return Err(usage(detail).with_hint(format!("known: {}", known.join(", "))));
         }

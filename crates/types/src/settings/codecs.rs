@@ -14,7 +14,7 @@ use crate::unpack::Unpack;
 pub(super) const TRANSPORT_FILTER: Codec<Filter> = Codec {
     parse: |text| {
         let filter = Filter::parse_transports(text)?;
-        match filter.unknown_transport() {
+        match filter.unknown_transport(&TRANSPORTS) {
             Some(name) => Err(format!("contains the unknown transport {name}; known: {}", TRANSPORTS.join(", "))),
             None => Ok(filter),
         }
