@@ -21,7 +21,6 @@ mod attach;
 pub mod bare;
 mod companion;
 mod count;
-mod door;
 pub mod examine;
 mod exposures;
 #[cfg(any(test, feature = "fuzzing"))]
@@ -42,9 +41,8 @@ mod wire;
 
 pub use attach::{attach, attach_rail};
 pub use companion::Closer;
-pub use door::{Door, Joined};
 pub use lane::{FabricLane, attach_lane};
 pub use library::{Absent, Library, SONAME, VARIABLE};
 pub use offer::{Attributes, Offer, Wanted};
 pub use placing::FabricPlacing;
-pub use rails::{FabricRails, RAILS_MAX};
+pub use rails::{Door, FabricRails, Joined, RAILS_MAX};

@@ -26,7 +26,6 @@ use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags};
 use self::shares::{Load, Op, Share, cuts};
 use crate::attach::ADVICE;
 use crate::companion::Note;
-use crate::door::{Door, Joined};
 use crate::exposures::Keys;
 use crate::placing::FabricPlacing;
 use crate::wire::PEER_WRITES;
@@ -36,6 +35,17 @@ pub const RAILS_MAX: usize = 1 << SHARE_BITS;
 const SHARE_BITS: u32 = 3;
 /// Time within which a peer that has a rail left states what it had counted over one that has ended.
 const STATED_WITHIN: Duration = Duration::from_secs(10);
+
+/// A rail that has joined the peer's.
+pub struct Joined {
+    /// From [`attach_rail`](crate::attach_rail).
+    pub rail: FabricPlacing,
+    /// The network interface that its companion connection needs.
+    pub interface: Option<String>,
+}
+
+/// The object by which other threads add rails to a [`FabricRails`], or end it. Up to [`RAILS_MAX`] may wait.
+pub type Door = crossrail_transport::placing::Door<Joined>;
 
 /// A rail that carries writes.
 struct Rail {
@@ -116,7 +126,7 @@ impl FabricRails {
         let Some(limits) = limits.filter(|_| joined.len() <= RAILS_MAX) else {
             return Err(Error::new(ErrorKind::Usage, "placing", format!("{} rails of an object", joined.len())));
         };
-        let door = Arc::new(Door::new()?);
+        let door = Arc::new(Door::new(RAILS_MAX)?);
         let sleeps = joined.iter().all(|joined| joined.rail.fd().is_some());
         let epoll = if sleeps { Some(epoll_of(&door)?) } else { None };
         let most = (PEER_WRITES * RAILS_MAX) as u16;

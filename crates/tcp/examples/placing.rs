@@ -13,7 +13,7 @@ use std::process::{Child, Command};
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
-use crossrail_tcp::placing::{Connection, Door, TcpPlacing};
+use crossrail_tcp::placing::{Connection, Door, LINKS_MAX, TcpPlacing};
 use crossrail_tcp::{Binding, dial, listen};
 use crossrail_transport::placing::{Counter, Event, Extent, Imm, Key, Placing};
 
@@ -115,7 +115,7 @@ fn placing(mut sockets: Vec<TcpStream>, dials: bool) -> Ends {
     let connections = connections
         .map(|(at, stream)| Connection { id: at as u16, name: name(at), cost: 0, interface: None, stream })
         .collect();
-    let door = Arc::new(Door::new().expect("a descriptor"));
+    let door = Arc::new(Door::new(LINKS_MAX).expect("a descriptor"));
     Ends { placing: TcpPlacing::new("the other end", dials, connections, door).expect("options"), words }
 }
 

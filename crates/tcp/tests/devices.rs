@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use common::{Keeper, PATIENCE, frame, lane, poll_until};
-use crossrail_tcp::placing::{Connection, Door, TcpPlacing};
+use crossrail_tcp::placing::{Connection, Door, LINKS_MAX, TcpPlacing};
 use crossrail_tcp::{Binding, LinkWatch, dial, listen};
 use crossrail_transport::conformance::skip;
 use crossrail_transport::placing::{Event, Extent, Imm, Placing};
@@ -189,7 +189,7 @@ fn one_sided_writes_leave_a_rail_that_is_silent() {
     };
     let accepted: Vec<_> = (0..2).map(|_| far.accept().expect("accept").0).enumerate().map(connection).collect();
     let dialled: Vec<_> = dialled.into_iter().enumerate().map(connection).collect();
-    let door = || Arc::new(Door::new().expect("a descriptor"));
+    let door = || Arc::new(Door::new(LINKS_MAX).expect("a descriptor"));
     let (mut heap, from) = (vec![0u8; LEN], vec![7u8; LEN]);
     let mut near = TcpPlacing::new("far", true, dialled, door()).expect("options");
     let mut far = TcpPlacing::new("near", false, accepted, door()).expect("options");

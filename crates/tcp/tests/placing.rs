@@ -9,7 +9,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crossrail_tcp::placing::{Connection, Door, Head, Kind, TcpPlacing};
+use crossrail_tcp::placing::{Connection, Door, Head, Kind, LINKS_MAX, TcpPlacing};
 use crossrail_transport::placing::conformance::{self, Pair};
 use crossrail_transport::placing::{Counter, Event, Extent, Imm, Key, Placing};
 use crossrail_transport::{LaneError, Post};
@@ -17,7 +17,7 @@ use crossrail_transport::{LaneError, Post};
 use common::{PATIENCE, streams};
 
 fn door() -> Arc<Door> {
-    Arc::new(Door::new().expect("a descriptor"))
+    Arc::new(Door::new(LINKS_MAX).expect("a descriptor"))
 }
 
 fn connection(id: u16, stream: TcpStream) -> Connection {

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use crossrail_handshake::{self as handshake, LaneName, LanePurpose, share_of_descriptors};
 use crossrail_locks::Mutex;
-use crossrail_tcp::placing::{Connection, Door, TcpPlacing};
+use crossrail_tcp::placing::{Connection, Door, LINKS_MAX, TcpPlacing};
 use crossrail_topology::NetDevice;
 use crossrail_transport::LaneError;
 use crossrail_transport::placing::Placing;
@@ -162,7 +162,7 @@ impl Placings {
         let is_of = |old: &Of| (old.endpoint, old.index) == (endpoint, index);
         state.doors.retain(|old, entry| !is_of(old) || !entry.is_over());
         let early = state.doors.remove(&of).and_then(|entry| entry.door());
-        let door = early.map_or_else(|| Door::new().map(Arc::new), Ok)?;
+        let door = early.map_or_else(|| Door::new(LINKS_MAX).map(Arc::new), Ok)?;
         state.doors.insert(of, Entry::new(Way::Door(Arc::downgrade(&door))));
         state.turns.insert((endpoint, index), turn.wrapping_add(1));
         Ok((of, door))
@@ -195,7 +195,7 @@ impl Placings {
         }
         let entry = match state.doors.entry(of) {
             Slot::Occupied(known) => known.into_mut(),
-            Slot::Vacant(free) => free.insert(Entry::new(Way::Early(Arc::new(Door::new()?), 0))),
+            Slot::Vacant(free) => free.insert(Entry::new(Way::Early(Arc::new(Door::new(LINKS_MAX)?), 0))),
         };
         match &mut entry.way {
             Way::Early(door, connections) => {

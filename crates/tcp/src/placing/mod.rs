@@ -9,11 +9,11 @@
 //! it first. Then the sender gives exactly the others to other connections. So no part is placed twice, and none late
 //! over memory whose arrival was reported.
 
-mod door;
 mod link;
 mod outgoing;
 mod wire;
 
+use std::net::TcpStream;
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -26,7 +26,6 @@ use crossrail_types::{Error, Result};
 use nix::errno::Errno;
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 
-pub use door::{Connection, Door};
 use link::{Link, Rest, Step};
 use outgoing::{Frame, GATHER, Outgoing};
 pub use wire::{Head, Kind};
@@ -46,7 +45,7 @@ const RECEIVE_BUDGET: usize = 512 << 10;
 /// Polls without a look at all connections, while some have work.
 const LOOK_EVERY: u32 = 16;
 /// Most connections that an object ever has: their numbers are below.
-pub(crate) const LINKS_MAX: usize = 1024;
+pub const LINKS_MAX: usize = 1024;
 /// Time after which a received frame is acknowledged by itself: a reply that is sent sooner carries the acknowledgement.
 const OWED_FOR: Duration = Duration::from_micros(20);
 /// Interval between examinations of connections, and the time that one may owe acknowledgements while another works.
@@ -54,6 +53,24 @@ const EXAMINE_EVERY: Duration = Duration::from_millis(100);
 const STALLED_FOR: Duration = Duration::from_secs(1);
 /// The number of the door in the epoll set.
 const DOOR: u64 = u64::MAX;
+
+/// An authenticated connection to the peer.
+#[derive(Debug)]
+pub struct Connection {
+    /// Its number, below [`LINKS_MAX`], the same at both ends, and no other connection's of this object.
+    pub id: u16,
+    /// Its name for people, as `tcp/eth1`.
+    pub name: String,
+    /// Short writes go over the connection with the lowest that has room.
+    pub cost: u32,
+    /// The network interface that it depends on, if one is known: see [`Door::interface_down`].
+    pub interface: Option<String>,
+    /// In any mode. From now on it carries nothing but the object's frames.
+    pub stream: TcpStream,
+}
+
+/// The object by which other threads add connections to a [`TcpPlacing`], or end it. Up to [`LINKS_MAX`] may wait.
+pub type Door = crossrail_transport::placing::Door<Connection>;
 
 /// A connection, as long as the object lives.
 #[derive(Debug)]
@@ -211,7 +228,7 @@ impl TcpPlacing {
     /// Takes what other threads have brought.
     fn open(&mut self, events: &mut dyn FnMut(Event)) -> Outcome<()> {
         let brought = self.door.take();
-        for connection in brought.connections {
+        for connection in brought.rails {
             let name = connection.name.clone();
             self.add(connection).map_err(|error| LaneError::Down(format!("{name}: {}", error.detail)))?;
         }

@@ -13,6 +13,7 @@
 #[cfg(any(test, feature = "conformance"))]
 pub mod conformance;
 mod count;
+mod door;
 #[cfg(any(test, feature = "conformance"))]
 pub mod dry;
 mod exposed;
@@ -21,6 +22,7 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 
 pub use count::{Counters, Expected, Seen, Toggles};
+pub use door::{Brought, Door};
 pub use exposed::{Exposed, Target, Wrong};
 
 use crate::{LaneError, Loan, Post};
