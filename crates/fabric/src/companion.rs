@@ -3,7 +3,6 @@
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use nix::sys::socket::{setsockopt, sockopt};
@@ -73,43 +72,11 @@ impl Note {
     }
 }
 
-/// Ends an object from any thread: its driver finds the companion connection closed.
-#[derive(Clone, Debug)]
-pub struct Closer {
-    stream: Weak<TcpStream>,
-    why: Arc<OnceLock<Ended>>,
-}
-
-impl Closer {
-    /// Ends it, for that reason; the first one counts.
-    pub fn end(&self, why: &str) {
-        self.shut(Ended::Closed(why.to_owned()));
-    }
-
-    /// Its network is down.
-    pub fn down(&self, why: &str) {
-        self.shut(Ended::Down(why.to_owned()));
-    }
-
-    fn shut(&self, why: Ended) {
-        let _ = self.why.set(why);
-        if let Some(stream) = self.stream.upgrade() {
-            // It may be closed already.
-            let _ = stream.shutdown(Shutdown::Both);
-        }
-    }
-
-    /// The object has failed, or was dropped.
-    pub fn is_over(&self) -> bool {
-        self.stream.strong_count() == 0
-    }
-}
-
 /// Cause of the end of the connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Ended {
-    /// The peer dropped the object, or this end has ended it.
-    Closed(String),
+    /// The peer dropped the object.
+    Closed,
     /// The peer's process has exited, or what lies between them has closed the connection.
     Lost,
     /// The network.
@@ -121,8 +88,7 @@ pub(crate) enum Ended {
 /// See the module.
 pub(crate) struct Companion {
     /// `None`: this end has closed it.
-    stream: Option<Arc<TcpStream>>,
-    why: Arc<OnceLock<Ended>>,
+    stream: Option<TcpStream>,
     bytes: Vec<u8>,
     /// Bytes that the connection has no room for yet.
     unsent: Vec<u8>,
@@ -145,8 +111,7 @@ impl Companion {
             .and_then(|()| setsockopt(&stream, sockopt::TcpKeepInterval, &2));
         set.map_err(std::io::Error::from)?;
         Ok(Companion {
-            stream: Some(Arc::new(stream)),
-            why: Arc::default(),
+            stream: Some(stream),
             bytes: Vec::new(),
             unsent: Vec::new(),
             ready: false,
@@ -170,7 +135,7 @@ impl Companion {
     /// Sends what had no room. False: there still is none.
     pub(crate) fn flush(&mut self) -> bool {
         while !self.unsent.is_empty()
-            && let Some(Ok(sent @ 1..)) = self.stream.as_deref().map(|mut stream| stream.write(&self.unsent))
+            && let Some(Ok(sent @ 1..)) = self.stream.as_ref().map(|mut stream| stream.write(&self.unsent))
         {
             self.unsent.drain(..sent);
         }
@@ -181,7 +146,7 @@ impl Companion {
     /// Closes the connection, by which the peer learns of the end.
     pub(crate) fn close(&mut self) {
         if let Some(stream) = self.stream.take() {
-            // Another thread may be about to do the same, and holds it as long.
+            // A process that was forked off may have the descriptor, too.
             let _ = stream.shutdown(Shutdown::Both);
         }
     }
@@ -200,7 +165,7 @@ impl Companion {
                 }
                 return Ok(Some(note));
             }
-            let Some(mut stream) = self.stream.as_deref() else { return Err(self.closed()) };
+            let Some(mut stream) = self.stream.as_ref() else { return Err(self.closed()) };
             let mut more = [0; 8 * LEN];
             match stream.read(&mut more) {
                 Ok(0) => return Err(self.closed()),
@@ -214,15 +179,7 @@ impl Companion {
     }
 
     fn closed(&self) -> Ended {
-        self.why.get().cloned().unwrap_or_else(|| match self.farewell {
-            Some(_) => Ended::Closed("it has dropped its end".to_owned()),
-            None => Ended::Lost,
-        })
-    }
-
-    /// Ends it from other threads.
-    pub(crate) fn closer(&self) -> Closer {
-        Closer { stream: self.stream.as_ref().map(Arc::downgrade).unwrap_or_default(), why: Arc::clone(&self.why) }
+        if self.farewell.is_some() { Ended::Closed } else { Ended::Lost }
     }
 
     /// The peer knows this end's endpoint.
@@ -287,22 +244,14 @@ mod tests {
         peer.write_all(&Note::Farewell(7).encode()).expect("room");
         drop(peer);
         assert_eq!(received(&mut companion), Ok(Note::Farewell(7)));
-        assert_eq!(received(&mut companion), Err(Ended::Closed("it has dropped its end".to_owned())));
-        let (mut companion, _peer) = pair();
-        companion.closer().end("eth1 is down");
-        companion.closer().end("later");
-        assert_eq!(received(&mut companion), Err(Ended::Closed("eth1 is down".to_owned())));
+        assert_eq!(received(&mut companion), Err(Ended::Closed));
         let (mut companion, mut peer) = pair();
-        let closer = companion.closer();
-        assert!(!closer.is_over());
         companion.send(Note::Farewell(3));
         companion.close();
-        assert!(closer.is_over(), "no other thread keeps it open");
-        closer.down("later");
         let mut bytes = Vec::new();
         peer.read_to_end(&mut bytes).expect("closed");
         assert_eq!(bytes, Note::Farewell(3).encode());
-        assert_eq!(received(&mut companion), Err(Ended::Down("later".to_owned())));
+        assert_eq!(received(&mut companion), Err(Ended::Lost));
         let (mut companion, mut peer) = pair();
         peer.write_all(&[99; LEN]).expect("room");
         assert_eq!(received(&mut companion), Err(Ended::Protocol));

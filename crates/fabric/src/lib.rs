@@ -40,7 +40,6 @@ mod slab;
 mod wire;
 
 pub use attach::{attach, attach_rail};
-pub use companion::Closer;
 pub use lane::{FabricLane, attach_lane};
 pub use library::{Absent, Library, SONAME, VARIABLE};
 pub use offer::{Attributes, Offer, Wanted};

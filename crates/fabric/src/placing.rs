@@ -13,7 +13,7 @@ use crossrail_transport::placing::{
 use crossrail_transport::{LaneError, Loan, Post};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 
-use crate::companion::{Closer, Companion, Ended, Note};
+use crate::companion::{Companion, Ended, Note};
 use crate::count::{Parts, Whole};
 use crate::exposures::{Exposures, Keys};
 use crate::offer::Attributes;
@@ -207,11 +207,6 @@ impl FabricPlacing {
             stats: [0; 3],
         };
         Ok((placing, ours))
-    }
-
-    /// Ends it from other threads.
-    pub fn closer(&self) -> Closer {
-        self.companion.closer()
     }
 
     /// The peer has introduced itself.
@@ -542,7 +537,7 @@ impl FabricPlacing {
         }
         let (peer, rail) = (&self.peer, &self.rail);
         Err(match ended {
-            Ended::Closed(why) => LaneError::Closed(format!("{peer}: {why} ({rail})")),
+            Ended::Closed => LaneError::Closed(format!("{peer}: it has dropped its end ({rail})")),
             Ended::Lost => {
                 let advice = self.advice;
                 LaneError::Closed(format!("{peer}: its process has ended, or their connection has ({rail}){advice}"))
