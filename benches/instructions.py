@@ -239,7 +239,13 @@ def main() -> int:
     if arguments.record and (changed := changed_files()):
         print(f"instructions.py: a baseline names its commit; commit first: {', '.join(changed)}", file=sys.stderr)
         return 2
-    data = measure()
+    try:
+        # Before anything is compiled, which takes minutes.
+        _valgrind()
+        data = measure()
+    except RuntimeError as error:
+        print(f"instructions.py: {error}", file=sys.stderr)
+        return 1
     if arguments.record:
         write_text(json.dumps(data, indent=1) + "\n", str(BASELINE))
         print(f"recorded in {BASELINE.relative_to(ROOT)}: {data[FIGURES]}")

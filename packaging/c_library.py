@@ -19,6 +19,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import programs
+
 ROOT = Path(__file__).parents[1]
 CRATE = ROOT / "crates" / "capi"
 LIBRARIES = "-lgcc_s -lutil -lrt -lpthread -lm -ldl -lc"
@@ -120,6 +122,9 @@ def main() -> int:
     parser.add_argument("--as-tested", action="store_true", help="as `make test` builds Rust")
     given = parser.parse_args()
     try:
+        # Before the crate is compiled, which takes minutes.
+        if said := programs.missing([os.environ.get("CC", "cc").split()[0], "ld", "objcopy", "ar"]):
+            raise OSError(said)
         archive = compile_crate(given.as_tested)
         install(archive, given.prefix.absolute(), given.destdir, given.libdir)
     except subprocess.CalledProcessError as error:

@@ -15,6 +15,7 @@ import tarfile
 import zipfile
 from pathlib import Path
 
+import programs
 import repeatable
 
 SOURCES = ("zlib", "libffi")
@@ -45,6 +46,11 @@ def run(*command: str | Path, cwd: Path, env: dict[str, str] | None = None) -> N
         done.check_returncode()
 
 
+def needs(version: str) -> list[str]:
+    """The programs that compile a Python of a version."""
+    return [f"python{version}", "make", "readelf"]
+
+
 def tools(folder: Path, machine: str) -> dict[str, str]:
     """Programs that compile and link for musl, as configure scripts take them. Raises OSError without zig."""
     found = importlib.util.find_spec("ziglang")
@@ -60,10 +66,7 @@ def tools(folder: Path, machine: str) -> dict[str, str]:
         (folder / name).write_text(f'#!/bin/sh\n{silent}\nexec {zig} {words} "$@"\n', encoding="utf-8")
         (folder / name).chmod(0o755)
     # Python's configure refuses a readelf without a prefix or a path, when it compiles for another system.
-    readelf = shutil.which("readelf")
-    if readelf is None:
-        raise OSError("no readelf (Debian: binutils)")
-    return {name: str(folder / name) for name in made} | {"READELF": readelf}
+    return {name: str(folder / name) for name in made} | {"READELF": shutil.which("readelf") or "readelf"}
 
 
 def unpacked(sources: Path, package: str, to: Path) -> Path:
@@ -76,9 +79,10 @@ def unpacked(sources: Path, package: str, to: Path) -> Path:
 
 def python(sources: Path, work: Path, machine: str, version: str, root: Path) -> None:
     """Compiles Python into a root. Raises OSError and CalledProcessError."""
+    if said := programs.missing(needs(version)):
+        raise OSError(said)
+    # A part of the compilation of Python is run by this machine's of the same version.
     here = shutil.which(f"python{version}")
-    if here is None:
-        raise OSError(f"no python{version}, which runs a part of the compilation of Python {version}")
     env = tools(work / "tools", machine)
     # The sources are all in C, and zig would first compile its library of C++.
     del env["CXX"]

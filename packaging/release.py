@@ -32,6 +32,7 @@ from pathlib import Path
 import bills
 import musl
 import nccl_plugin
+import programs
 import roots
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,7 +87,7 @@ def run(*command: str | Path, env: dict[str, str] | None = None, cwd: Path = ROO
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise Failed(f"{command[0]}: {error}") from None
+        raise Failed(programs.missing([str(command[0])]) or f"{command[0]}: {error}") from None
     if done.returncode:
         raise Failed(f"{' '.join(map(str, command))}\n{done.stdout[-4000:]}")
     return done.stdout
@@ -154,9 +155,8 @@ def make_wheel(target: str, report: Report) -> None:
     env = {"RUSTFLAGS": " ".join(f"--remap-path-prefix={old}={new}" for old, new in renamed.items())}
     if not library.is_dir():
         if not (sysroot / "lib" / "rustlib" / "src" / "rust" / "library").is_dir():
-            report.missing.append(
-                f"wheel for {target}: there is neither its standard library here nor the source of it"
-            )
+            without = "there is neither its standard library here nor the source of it"
+            report.missing.append(f"wheel for {target}: {without} ({library_of(target)})")
             return None
         env |= {"RUSTC_BOOTSTRAP": "1", "CARGO_UNSTABLE_BUILD_STD": "std,panic_unwind"}
         report.done.append(f"standard library for {target}: compiled from its source")
@@ -174,6 +174,13 @@ def make_wheel(target: str, report: Report) -> None:
     finally:
         with contextlib.suppress(FileNotFoundError):
             shutil.move(aside, plugin)
+
+
+def library_of(target: str) -> str:
+    """Ways to get the standard library of a target, or its source."""
+    machine, _, libc = target.partition("-unknown-linux-")
+    of_debian = "rust-web-src" if libc == "musl" else f"libstd-rust-web-dev:{roots.DEBIAN[machine]}"
+    return f"rustup target add {target}; Debian: {of_debian}, with the compiler of rustc-web"
 
 
 def add_wheel(command: Sequence[str | Path], env: dict[str, str], report: Report) -> None:
@@ -473,27 +480,28 @@ def check_c_library(report: Report) -> None:
         if (DIST / c_archive(machine)).exists():
             report.missing.append(f"{c_archive(machine)} tried: it is for another machine")
     name = c_archive(os.uname().machine)
-    compilers = [shutil.which(one) for one in ("cc", "c++")]
-    if platform.libc_ver()[0] != "glibc" or None in compilers:
-        report.missing.append(f"{name} tried: it needs glibc, and a compiler of C and C++")
+    compilers = ("cc", "c++")
+    without = "this system has another C library than glibc" if platform.libc_ver()[0] != "glibc" else ""
+    if without := without or programs.missing(compilers):
+        report.missing.append(f"{name} tried: {without}")
         return
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(DIST / name) as archive:
             archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
         prefix = Path(folder) / name.removesuffix(".tar.gz")
         lib = prefix / "lib"
-        programs = []
+        ends = []
         for compiler, language in zip(compilers, ("c", "cpp"), strict=True):
             program = Path(folder) / language
             source = C_EXAMPLES / f"two_processes.{language}"
             built = [compiler, source, "-o", program, f"-I{prefix / 'include'}", f"-L{lib}", f"-Wl,-rpath,{lib}"]
             run(*built, "-lcrossrail")
-            programs.append(program)
+            ends.append(program)
         static = Path(folder) / "static"
         private = re.search(r"^Libs.private: (.*)$", (lib / "pkgconfig" / "crossrail.pc").read_text(), re.MULTILINE)
         libraries = [str(lib / "libcrossrail.a"), *(private[1].split() if private else [])]
         run(compilers[0], C_EXAMPLES / "two_processes.c", "-o", static, f"-I{prefix / 'include'}", *libraries)
-        for one, other in ((programs[0], programs[1]), (static, programs[0])):
+        for one, other in ((ends[0], ends[1]), (static, ends[0])):
             said = run_both_ends(one, other)
         ranks = Path(folder) / "experts"
         run(compilers[0], C_EXAMPLES / "experts.c", "-o", ranks, *built[4:], "-lcrossrail")

@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 
 import musl
+import programs
 
 ROOTS = (
     "x86_64-gnu-3.14",
@@ -49,13 +50,23 @@ APT::Architectures {{ "{arch}"; }};
 """
 
 
+def runs(machine: str) -> list[str]:
+    """The programs that run those of a machine in a root."""
+    return ["proot"] if machine == os.uname().machine else ["proot", f"qemu-{machine}-static"]
+
+
+def needs(name: str) -> list[str]:
+    """The programs that make a root, and run its Python."""
+    machine, libc, version = name.split("-")
+    return ["apt-get", "dpkg", *(musl.needs(version) if libc == "musl" else []), *runs(machine)]
+
+
 def enter(root: Path) -> list[str]:
     """The words that run the Python of a root. Raises OSError where a program for it is missing."""
     machine, _, python = root.name.split("-")
-    needed = ["proot"] if machine == os.uname().machine else ["proot", f"qemu-{machine}-static"]
-    if missing := [name for name in needed if shutil.which(name) is None]:
-        raise OSError(f"{' and '.join(missing)}: not installed (Debian: proot, qemu-user-static)")
-    words = f"{' -q '.join(needed)} -r {root} -b /proc -b /dev -w / /usr/bin/python{python}"
+    if said := programs.missing(runs(machine)):
+        raise OSError(said)
+    words = f"{' -q '.join(runs(machine))} -r {root} -b /proc -b /dev -w / /usr/bin/python{python}"
     return words.split(" ")
 
 
@@ -65,7 +76,9 @@ def run(*command: str | Path, cwd: Path | None = None, env: dict[str, str] | Non
 
 
 def apt(state: Path, machine: str, suite: str) -> dict[str, str]:
-    """The environment in which apt knows the packages of a machine, and nothing of this system."""
+    """The environment in which apt knows the packages of a machine, and nothing of this system. Raises OSError."""
+    if not SOURCES.is_file():
+        raise OSError(f"no {SOURCES}, which has the address of Debian's packages (Debian 13: apt modernize-sources)")
     for needed in ("state/lists/partial", "cache/archives/partial"):
         (state / needed).mkdir(parents=True, exist_ok=True)
     (state / "status").touch()
@@ -122,8 +135,12 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("roots", nargs="*", metavar="ROOT", help=", ".join(ROOTS))
     given = parser.parse_args()
+    chosen = given.roots or ROOTS
     try:
-        for name in given.roots or ROOTS:
+        # Before anything is fetched and compiled, which takes minutes.
+        if said := programs.missing(program for name in chosen for program in needs(name)):
+            raise OSError(said)
+        for name in chosen:
             make(given.folder.absolute(), name)
     except (OSError, subprocess.CalledProcessError) as error:
         print(f"roots.py: {error}", file=sys.stderr)

@@ -30,8 +30,8 @@ FORKS = {"forks", "forked"}
 
 def main() -> int:
     """Runs all checks, or those named."""
-    if shutil.which("valgrind") is None:
-        print("not run: valgrind is not installed (Debian: valgrind)")
+    if missing := [tool for tool in ("valgrind", "gcc") if shutil.which(tool) is None]:
+        print(f"not run: {', '.join(missing)}: not installed (Debian: {', '.join(missing)})")
         return 1
     names = sys.argv[1:]
     failed = 0

@@ -16,6 +16,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "packaging"))
 
 import bills
+import programs
 import release
 import roots
 
@@ -62,6 +63,41 @@ def test_a_root_of_musl_gets_no_packages_for_glibc(root: str, tmp_path: Path, mo
     platforms = {word for option, word in itertools.pairwise(first) if option == "--platform"}
     assert platforms == {f"musllinux_1_2_{machine}"}
     assert str(tmp_path / roots.WHEELS) in first and pip[-1] == "pip"
+
+
+def test_everything_that_makes_a_root_is_asked_for_before_anything_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(roots, "make", lambda folder, name: pytest.fail(f"{name} was begun"))
+    monkeypatch.setattr(sys, "argv", ["roots.py", str(tmp_path)])
+    assert roots.main() == 1
+    (said,) = capsys.readouterr().err.splitlines()
+    _, _, packages = said.partition("(Debian: ")
+    machine = os.uname().machine
+    others = {f"qemu-{name.partition('-')[0]}-static" for name in roots.ROOTS if not name.startswith(machine)}
+    assert all(name in said for name in others | {"python3.11"})
+    assert set(packages.rstrip(")").split(", ")) == {
+        *("apt", "dpkg", "proot", "qemu-user-static", "make", "binutils", "python3.11")
+    }
+
+
+def test_what_is_missing_is_named_with_its_package(dist: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert programs.missing(["sh"]) == ""
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert programs.missing(["ld", "make", "ar"]) == "ld, make, ar: not installed (Debian: binutils, make)"
+    monkeypatch.setenv("PATH", str(dist))
+    with pytest.raises(release.Failed, match=r"readelf: not installed \(Debian: binutils\)"):
+        release.run("readelf", "--version")
+    report = release.Report()
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.36"))
+    release.check_c_library(report)
+    assert "cc, c++: not installed (Debian: gcc, g++)" in report.missing[-1]
+    monkeypatch.setattr(release, "run", lambda *words, **_: str(dist / "none"))
+    for target in release.TARGETS[1:]:
+        release.make_wheel(target, report)
+        assert f"rustup target add {target}" in report.missing[-1]
+        assert ("rust-web-src" if target.endswith("-musl") else "libstd-rust-web-dev:arm64") in report.missing[-1]
 
 
 def test_each_python_that_is_not_tried_is_told(dist: Path, monkeypatch: pytest.MonkeyPatch) -> None:
