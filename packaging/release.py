@@ -52,6 +52,9 @@ GLIBC = nccl_plugin.GLIBC
 C_EXAMPLES = ROOT / "examples" / "c"
 SMOKE = ROOT / "packaging" / "smoke.py"
 SUMS = "SHA256SUMS"
+CLEAN = {"PYTHONPATH": "", "PYTHONHOME": "", "PYTHONDONTWRITEBYTECODE": ""}
+"""Settings of a Python that is tried. Where bytecode is not kept, each process in a root compiles what it imports,
+by qemu far more slowly than the checks have time for."""
 
 
 class Failed(Exception):
@@ -349,7 +352,7 @@ def name_of(root: Path) -> str:
 def tried(name: str, python: Path, first: Sequence[Path], beside: Sequence[Path], report: Report) -> None:
     """Installs ``first``, and each of ``beside`` after it, and runs packaging/smoke.py."""
     with tempfile.TemporaryDirectory() as folder:
-        clean = {"PYTHONPATH": "", "PYTHONHOME": "", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+        clean = CLEAN | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"}
         run(python, "-m", "venv", folder)
         inside = Path(folder) / "bin" / "python"
         run(inside, "-m", "pip", "install", "--quiet", *first, env=clean)
@@ -373,15 +376,14 @@ def check_root(root: Path, wheel: Path, beside: Sequence[Path], report: Report) 
     fetch_for(root, wheel, wheels)
     for path in (SMOKE, *beside):
         shutil.copy2(path, wheels)
-    clean = {"PYTHONPATH": "", "PYTHONHOME": ""}
     (pip,) = (f"/try/wheels/{path.name}/pip" for path in wheels.glob("pip-*.whl"))
-    run(*inside, "-m", "venv", "--without-pip", "/try/env", env=clean)
+    run(*inside, "-m", "venv", "--without-pip", "/try/env", env=CLEAN)
     inside[-1] = "/try/env/bin/python"
     install = [*inside, pip, "install", "--quiet", "--no-index", "--find-links", "/try/wheels"]
-    run(*install, f"/try/wheels/{wheel.name}", env=clean)
-    run(*install, "--no-deps", *(f"/try/wheels/{one.name}" for one in beside), env=clean)
+    run(*install, f"/try/wheels/{wheel.name}", env=CLEAN)
+    run(*install, "--no-deps", *(f"/try/wheels/{one.name}" for one in beside), env=CLEAN)
     modules = [name for package in beside for name in bills.modules(package)]
-    said = run(*inside, f"/try/wheels/{SMOKE.name}", version(), *modules, env=clean, limit_s=900)
+    said = run(*inside, f"/try/wheels/{SMOKE.name}", version(), *modules, env=CLEAN, limit_s=900)
     report.done.append(f"{root.name}: {wheel.name}: {said.strip().splitlines()[-1]}")
     return True
 

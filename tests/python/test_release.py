@@ -100,6 +100,26 @@ def test_what_is_missing_is_named_with_its_package(dist: Path, monkeypatch: pyte
         assert ("rust-web-src" if target.endswith("-musl") else "libstd-rust-web-dev:arm64") in report.missing[-1]
 
 
+def test_a_root_keeps_its_bytecode(dist: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    settings: list[dict[str, str]] = []
+
+    def run(*words: object, env: dict[str, str] | None = None, **_: object) -> str:
+        settings.append({**os.environ, **(env or {})})
+        return "tried"
+
+    def fetched(root: Path, wheel: Path, to: Path) -> None:
+        (to / "pip-1-py3-none-any.whl").touch()
+
+    monkeypatch.setattr(release, "run", run)
+    monkeypatch.setattr(release, "fetch_for", fetched)
+    monkeypatch.setattr(roots, "enter", lambda root: ["python3"])
+    wheel = dist / "crossrail-1-cp310-abi3-manylinux_2_28_aarch64.whl"
+    wheel.touch()
+    assert release.check_root(dist / "aarch64-gnu-3.11", wheel, [], release.Report())
+    assert settings and all(one["PYTHONDONTWRITEBYTECODE"] == "" for one in settings)
+
+
 def test_each_python_that_is_not_tried_is_told(dist: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = os.uname().machine
     other = {"x86_64": "aarch64", "aarch64": "x86_64"}.get(machine, "x86_64")
