@@ -53,8 +53,8 @@ C_EXAMPLES = ROOT / "examples" / "c"
 SMOKE = ROOT / "packaging" / "smoke.py"
 SUMS = "SHA256SUMS"
 CLEAN = {"PYTHONPATH": "", "PYTHONHOME": "", "PYTHONDONTWRITEBYTECODE": ""}
-"""Settings of a Python that is tried. Where bytecode is not kept, each process in a root compiles what it imports,
-by qemu far more slowly than the checks have time for."""
+"""Settings of a Python that is tried. Where bytecode is not kept, each process in a root compiles what it imports, and
+by qemu starts in twice the time."""
 
 
 class Failed(Exception):
