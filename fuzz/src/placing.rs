@@ -5,7 +5,7 @@ use std::io::Write;
 use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
 use std::sync::{Arc, LazyLock, Mutex};
 
-use crossrail_tcp::placing::{Connection, Door, Head, Kind, TcpPlacing};
+use crossrail_tcp::placing::{Connection, Door, Head, Kind, LINKS_MAX, TcpPlacing};
 use crossrail_transport::Loan;
 use crossrail_transport::placing::{Event, Extent, Imm, Key, Placing};
 use nix::libc::linger;
@@ -53,7 +53,7 @@ fn connect() -> (Vec<TcpStream>, TcpPlacing) {
             stream,
         });
     }
-    let door = Arc::new(Door::new().expect("a descriptor"));
+    let door = Arc::new(Door::new(LINKS_MAX).expect("a descriptor"));
     (peers, TcpPlacing::new("the peer", false, ours, door).expect("options"))
 }
 
