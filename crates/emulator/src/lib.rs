@@ -37,7 +37,7 @@ pub use self::numbers::Numbers;
 
 /// Streams n, n + STREAMS, ... belong to one GPU: what its threads release at GPU scope is visible to each other only.
 pub const STREAMS: u32 = 1000;
-/// Upper bound on the real time of one run, unless a test sets another.
+/// Upper bound on the processor time of one run, unless a test sets another.
 const LIMIT_MS: u64 = 60_000;
 
 /// GPUs on which a job's kernels run: emulated or real. A rank is a stream; launches are queued and run together.
@@ -106,7 +106,7 @@ pub struct Emulator {
     next_stream: u32,
     /// Blocks of each launch that begin only as others end, as where other processes occupy multiprocessors.
     pub late_blocks: u32,
-    /// Upper bound on the real time of one run in milliseconds.
+    /// Upper bound on the processor time of one run in milliseconds.
     pub limit_ms: u64,
 }
 
