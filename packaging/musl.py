@@ -52,7 +52,7 @@ def needs(version: str) -> list[str]:
 
 
 def tools(folder: Path, machine: str) -> dict[str, str]:
-    """Programs that compile and link for musl, as configure scripts take them. Raises OSError without zig."""
+    """Programs that compile and link for musl, as configure scripts take them. Raises OSError without zig, readelf."""
     found = importlib.util.find_spec("ziglang")
     if found is None or found.origin is None:
         raise OSError("no ziglang, of packaging/requirements-wheels.txt")
@@ -66,7 +66,9 @@ def tools(folder: Path, machine: str) -> dict[str, str]:
         (folder / name).write_text(f'#!/bin/sh\n{silent}\nexec {zig} {words} "$@"\n', encoding="utf-8")
         (folder / name).chmod(0o755)
     # Python's configure refuses a readelf without a prefix or a path, when it compiles for another system.
-    return {name: str(folder / name) for name in made} | {"READELF": shutil.which("readelf") or "readelf"}
+    if (readelf := shutil.which("readelf")) is None:
+        raise OSError(programs.missing(["readelf"]))
+    return {name: str(folder / name) for name in made} | {"READELF": readelf}
 
 
 def unpacked(sources: Path, package: str, to: Path) -> Path:

@@ -9,16 +9,17 @@ the sanitizers those of the programs, also in memory of the library.
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "tests" / "python")]
+sys.path[:0] = [str(ROOT / "tests" / "python"), str(ROOT / "packaging")]
 
 from c_programs import SOURCES, build, checks  # noqa: E402
+
+import programs  # noqa: E402
 
 VALGRIND = ["valgrind", "--quiet", "--error-exitcode=99", "--fair-sched=yes", "--leak-check=full"]
 VALGRIND += ["--show-leak-kinds=definite", "--errors-for-leak-kinds=definite"]
@@ -30,8 +31,8 @@ FORKS = {"forks", "forked"}
 
 def main() -> int:
     """Runs all checks, or those named."""
-    if missing := [tool for tool in ("valgrind", "gcc") if shutil.which(tool) is None]:
-        print(f"not run: {', '.join(missing)}: not installed (Debian: {', '.join(missing)})")
+    if said := programs.missing(("valgrind", "gcc")):
+        print(f"not run: {said}")
         return 1
     names = sys.argv[1:]
     failed = 0

@@ -285,15 +285,17 @@ fn an_object_goes_on_without_a_rail_until_that_is_back() {
             assert!(start.elapsed() < 3 * LIMIT, "{piece}: {arrived} {ended} {:?} {:?}", one.rails(), two.rails());
         }
     };
-    let until_all_have_joined = |one: &mut Box<dyn Placing>, two: &mut Box<dyn Placing>| {
-        while [&*one, &*two].iter().any(|object| carried(&***object).len() < 4) {
+    let poll_until = |one: &mut Box<dyn Placing>, two: &mut Box<dyn Placing>, done: fn(&dyn Placing) -> bool| {
+        let start = Instant::now();
+        while !(done(&**one) && done(&**two)) {
             for object in [&mut *one, &mut *two] {
                 object.poll(&mut |event| panic!("{event:?}")).unwrap();
             }
-            assert!(start.elapsed() < 2 * LIMIT, "{:?} {:?}", one.rails(), two.rails());
+            assert!(start.elapsed() < LIMIT, "{:?} {:?}", one.rails(), two.rails());
         }
     };
-    until_all_have_joined(&mut one, &mut two);
+    let have_joined = |object: &dyn Placing| carried(object).len() == 4;
+    poll_until(&mut one, &mut two, have_joined);
     for piece in 0..64 {
         write(&mut one, &mut two, piece);
         let now = carried(&*one);
@@ -301,18 +303,13 @@ fn an_object_goes_on_without_a_rail_until_that_is_back() {
         if piece < 32 && is_used {
             // Every connection of the object over that rail. Not within a write: the provider of 1.17 ends the process then.
             sockets_at(rails[2]).into_iter().filter(|fd| !before.contains(fd)).for_each(cut);
-            while [&one, &two].iter().any(|object| object.rails().iter().all(|rail| rail.lost.is_none())) {
-                for object in [&mut one, &mut two] {
-                    object.poll(&mut |event| panic!("{event:?}")).unwrap();
-                }
-                assert!(start.elapsed() < 2 * LIMIT, "{:?} {:?}", one.rails(), two.rails());
-            }
+            poll_until(&mut one, &mut two, |object| object.rails().iter().any(|rail| rail.lost.is_some()));
             write(&mut one, &mut two, 32);
             break;
         }
         assert!(piece < 32, "not all rails are used: {now:?}");
     }
-    until_all_have_joined(&mut one, &mut two);
+    poll_until(&mut one, &mut two, have_joined);
     for piece in 33.. {
         write(&mut one, &mut two, piece);
         let now = carried(&*one);

@@ -165,7 +165,7 @@ fn until(
         match placing.companion.receive() {
             Ok(note) => moved |= note.is_some(),
             Err(Ended::Lost) => return Err(failed("while both ends connected, the peer's process has ended")),
-            Err(Ended::Closed) => return Err(failed("while both ends connected, it has dropped its end")),
+            Err(Ended::Closed) => return Err(failed("while both ends connected, the peer has dropped its end")),
             Err(Ended::Down(why)) => return Err(failed(&why)),
             Err(Ended::Protocol) => {
                 return Err(Error::new(ErrorKind::Protocol, "connect", "it wrote an invalid note while connecting"));
