@@ -152,21 +152,20 @@ size_t hostile_report(char *to, size_t room, int ended)
     lock_all();
     if (ended) {
         unsigned open = 0;
-        for (struct object *one = objects; one; one = one->next)
-            if (one->open) {
-                open++;
-                violation("LEAKED", "%s %llu is open at the end", KINDS[one->is.fid.fclass], (unsigned long long)one->number);
-            }
+        for (struct object *one = objects; one; one = one->next) {
+            open++;
+            violation("LEAKED", "%s %llu is open at the end", KINDS[one->is.fid.fclass], (unsigned long long)one->number);
+        }
         if (infos_out)
             violation("LEAKED", "%lld fi_info were not freed", (long long)infos_out);
         infos_out = 0;
-        for (struct object *one = objects, *next; !open && one; one = next) {
+        for (struct object *one = closed_objects, *next; !open && one; one = next) {
             next = one->next;
             free(one->entries);
             free(one);
         }
         if (!open)
-            objects = NULL;
+            closed_objects = NULL;
     }
     size_t len = found_len;
     if (room) {
@@ -190,7 +189,7 @@ uint64_t hostile_count(const char *name)
         uint64_t open = 0;
         lock_all();
         for (struct object *one = objects; one; one = one->next)
-            open += one->open && one->is.fid.fclass == FI_CLASS_MR;
+            open += one->is.fid.fclass == FI_CLASS_MR;
         unlock_all();
         return open;
     }
@@ -220,7 +219,7 @@ unsigned hostile_lose(const char *device, unsigned kind)
     unsigned count = 0;
     lock_all();
     for (struct object *one = objects; one; one = one->next)
-        if (one->open && one->is.fid.fclass == FI_CLASS_EP && (!device || !strcmp(one->parent->device, device))) {
+        if (one->is.fid.fclass == FI_CLASS_EP && (!device || !strcmp(one->parent->device, device))) {
             one->lost = true;
             one->link = kind;
             count++;
@@ -239,6 +238,8 @@ struct object *enter(void *fid, size_t fclass, const char *call)
     bool known = false;
     lock_all();
     for (struct object *one = objects; one && !known; one = one->next)
+        known = one == object;
+    for (struct object *one = closed_objects; one && !known; one = one->next)
         known = one == object;
     if (!known || object->is.fid.fclass != fclass) {
         violation("NO_SUCH_OBJECT", "%s of %p", call, fid);

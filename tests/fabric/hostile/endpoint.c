@@ -144,7 +144,7 @@ static int check(struct object *ep, const struct fi_msg_rma *msg, struct op *op)
         struct object *mr = msg->desc ? msg->desc[i] : NULL;
         bool known = false;
         for (struct object *one = objects; one && mr; one = one->next)
-            known |= one == mr && one->open && one->is.fid.fclass == FI_CLASS_MR && one->parent == domain;
+            known |= one == mr && one->is.fid.fclass == FI_CLASS_MR && one->parent == domain;
         if (!known || !(mr->access & FI_WRITE) || from < (char *)mr->base
             || from + op->iov[i].iov_len > (char *)mr->base + mr->len) {
             violation("NOT_REGISTERED", "a write reads %zu bytes at %p, which its registration does not allow",
@@ -154,7 +154,7 @@ static int check(struct object *ep, const struct fi_msg_rma *msg, struct op *op)
         op->mr[i] = mr;
     }
     for (const struct object *mr = objects; mr && op->injected && op->len; mr = mr->next)
-        if (mr->open && mr->is.fid.fclass == FI_CLASS_MR && mr->iface && (uint8_t *)op->iov[0].iov_base >= mr->base
+        if (mr->is.fid.fclass == FI_CLASS_MR && mr->iface && (uint8_t *)op->iov[0].iov_base >= mr->base
             && (uint8_t *)op->iov[0].iov_base < mr->base + mr->len) {
             violation("LIMIT", "GPU memory is injected");
             return -EINVAL;

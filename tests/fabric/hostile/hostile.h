@@ -126,7 +126,7 @@ struct provider {
 };
 
 extern struct config config;
-extern struct object *objects;
+extern struct object *objects, *closed_objects; /* those that are open, and those that were */
 extern struct op *ops;
 
 /* control.c */

@@ -29,7 +29,7 @@ static uint64_t key_mask(void) { return config.key_size >= 8 ? UINT64_MAX : (1UL
 static struct object *mr_with(const struct object *domain, uint64_t key)
 {
     for (struct object *one = objects; one; one = one->next)
-        if (one->open && one->is.fid.fclass == FI_CLASS_MR && one->parent == domain
+        if (one->is.fid.fclass == FI_CLASS_MR && one->parent == domain
             && (one->is.mr.key == key || (!one->enabled && one->offset == key)))
             return one;
     return NULL;
@@ -64,7 +64,7 @@ static int mr_regattr(struct fid *fid, const struct fi_mr_attr *attr, uint64_t f
     } else {
         unsigned open = 0;
         for (struct object *one = objects; one; one = one->next)
-            open += one->open && one->is.fid.fclass == FI_CLASS_MR && one->parent == domain;
+            open += one->is.fid.fclass == FI_CLASS_MR && one->parent == domain;
         if (open >= config.mrs)
             result = -ENOSPC;
     }

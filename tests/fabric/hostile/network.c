@@ -187,7 +187,7 @@ static void fail(struct op *op, int error)
 static struct object *mr_of(const struct object *domain, const struct fi_rma_iov *rma)
 {
     for (struct object *mr = objects; mr; mr = mr->next) {
-        if (!mr->open || mr->is.fid.fclass != FI_CLASS_MR || mr->parent != domain || mr->is.mr.key != rma->key || !mr->enabled)
+        if (mr->is.fid.fclass != FI_CLASS_MR || mr->parent != domain || mr->is.mr.key != rma->key || !mr->enabled)
             continue;
         uint64_t base = domain->mr_mode & FI_MR_VIRT_ADDR ? (uint64_t)(uintptr_t)mr->base : 0;
         uint64_t at = rma->addr - base;
@@ -352,6 +352,7 @@ void progress(struct object *polled)
     again_count = 0;
 }
 
+/* The next poll of this queue moves something. A poll of the other end does not count, even where that is what is awaited. */
 bool pending(const struct object *cq)
 {
     for (const struct op *op = ops; op; op = op->next) {
@@ -359,6 +360,8 @@ bool pending(const struct object *cq)
         bool theirs = op->to && op->to->open && !op->announced && (op->to->rx == cq || op->to->tx == cq);
         if (is_lost(op) && (kind_of_loss(op) == SILENT || !ours))
             continue;
+        if (op->from->provider->manual && !is_lost(op) && !op->announced && !op->ends_early)
+            ours = false;
         if (theirs && op->has_data && op->to->mode & FI_RX_CQ_DATA && !op->to->receives)
             theirs = false;
         if (ours || theirs)

@@ -8,7 +8,7 @@
 
 #include "hostile.h"
 
-struct object *objects;
+struct object *objects, *closed_objects;
 
 static int object_close(struct fid *);
 static int object_bind(struct fid *, struct fid *, uint64_t);
@@ -140,6 +140,13 @@ static int object_close(struct fid *fid)
     }
     close_queue(object);
     object->open = false;
+    /* Calls go through the objects that are open; those that were are known by their address. */
+    struct object **link = &objects;
+    while (*link != object)
+        link = &(*link)->next;
+    *link = object->next;
+    object->next = closed_objects;
+    closed_objects = object;
     unuse(object->parent);
     leave(object);
     return 0;

@@ -37,7 +37,7 @@ void push(struct object *queue, const struct entry *entry)
 void refresh(void)
 {
     for (struct object *one = objects; one; one = one->next) {
-        if (!one->open || one->fd < 0)
+        if (one->fd < 0)
             continue;
         bool wanted = one->first != one->last || pending(one);
         uint64_t value = 1;
