@@ -339,24 +339,26 @@ impl End {
         self.epoll = Some(epoll);
     }
 
+    /// A poll without probing, as before a sleep.
+    pub(super) fn sleepy_step(&mut self) -> bool {
+        self.try_step(1 << 20, false).unwrap_or_else(|error| panic!("{}: {error}", self.label))
+    }
+
     /// Polls without probing and sleeps when nothing moves, until `done`.
     pub(super) fn sleep_until(&mut self, mut done: impl FnMut(&mut End) -> bool) {
         let start = Instant::now();
         let mut idle_since = start;
         loop {
-            loop {
-                match self.try_step(1 << 20, false) {
-                    Ok(true) => idle_since = Instant::now(),
-                    Ok(false) => break,
-                    Err(error) => panic!("{}: {error}", self.label),
-                }
-                assert!(start.elapsed() < 6 * PATIENCE, "{}: it moves without an end", self.label);
-            }
+            let moved = self.sleepy_step();
             let queued = self.sink.queued;
+            // A lane may have something left to move that waits for the other end.
             if done(self) {
                 return;
             }
-            if self.sink.queued == queued {
+            if moved {
+                idle_since = Instant::now();
+                assert!(start.elapsed() < 6 * PATIENCE, "{}: it moves without an end", self.label);
+            } else if self.sink.queued == queued {
                 self.sleep();
             }
             assert!(idle_since.elapsed() < PATIENCE, "{}: awake, but nothing moves", self.label);

@@ -8,11 +8,12 @@ use super::harness::{End, HELD, PLAIN, drive};
 /// Enough of them together to fill whatever buffers there are.
 const LARGE: usize = 2 << 20;
 
-/// Polls both until nothing moves.
+/// Polls both until nothing moves, and nothing is left that a lane sends before its owner sleeps.
 fn settle(a: &mut End, b: &mut End) {
     let mut quiet = 0;
     while quiet < 50 {
-        quiet = if a.step(1 << 20) | b.step(1 << 20) { 0 } else { quiet + 1 };
+        let moved = a.step(1 << 20) | b.step(1 << 20) | a.sleepy_step() | b.sleepy_step();
+        quiet = if moved { 0 } else { quiet + 1 };
     }
 }
 
