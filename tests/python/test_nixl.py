@@ -6,6 +6,7 @@ import pickle
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from foreign import NOWHERE
 from nixl_engines import until
 
+from crossrail.nixl import _agent
 from crossrail.nixl import _bindings as bindings
 from crossrail.nixl import _utils as utils
 from crossrail.nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
@@ -440,6 +442,30 @@ def test_a_released_handle_starts_and_answers_nothing(two: Two) -> None:
     two.a.release_dlist_handle(ours)
     with pytest.raises(bindings.nixlInvalidParamError, match="released"):
         two.a.make_prepped_xfer("WRITE", ours, [0], theirs, [0])
+
+
+def test_polls_make_progress_once_for_all_that_is_in_flight(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counted:
+        passes = 0
+
+        def progress(self) -> bool:
+            self.passes += 1
+            return False
+
+    def handle() -> Any:
+        return SimpleNamespace(request=SimpleNamespace(is_done=lambda: False))
+
+    agent, worker, in_flight = two.a.agent, Counted(), [handle() for _ in range(3)]
+    with monkeypatch.context() as patch:
+        patch.setattr(agent, "_worker", worker)
+        patch.setattr(_agent, "_PUMP_NS", 1 << 62)
+        for _ in range(5):
+            for one in in_flight:
+                assert agent.getXferStatus(one) == bindings.NIXL_IN_PROG
+        assert worker.passes == 4, "none in the first round, which may be of many handles"
+        patch.setattr(_agent, "_PUMP_NS", -1)
+        agent.getXferStatus(handle())
+        assert worker.passes == 5, "the last was too long ago"
 
 
 @pytest.mark.parametrize("port", [-1, 65536])

@@ -38,14 +38,14 @@ from crossrail.nixl._kinds import (
 from crossrail.nixl._lists import Rows, nixlRegDList, nixlXferDList
 from crossrail.nixl._registrations import Registrations
 from crossrail.nixl._remotes import MAGIC, Remotes
-from crossrail.nixl._transfers import Nothing, Prepared, Transfer, nixlXferTelemetry
+from crossrail.nixl._transfers import IN_PROG, Nothing, Prepared, Transfer, nixlXferTelemetry
 from crossrail.nixl.logging import get_logger
 
 logger = get_logger("agent")
 
 PLUGINS = ["UCX", "CROSSRAIL"]
 MEMORY = ["DRAM_SEG", "VRAM_SEG"]
-_PUMP_NS = 20_000  # callers that poll make progress themselves, but not for each of a thousand handles
+_PUMP_NS = 20_000  # callers that poll make progress: once for all their handles, and at least this often
 _PLAIN = 3  # columns of rows that are not strided
 _FLUSH_S = 2.0  # how long closing an agent waits for its last notifications to be delivered
 _announced = False
@@ -117,6 +117,7 @@ class nixlAgent:
         self._lock = threading.Lock()
         self._backends: dict[int, str] = {}
         self._notifying: deque[crossrail.Request] = deque()
+        self._polled: set[int] = set()
         self._pumped_ns = 0
         with translated():
             context = crossrail.Context()
@@ -338,16 +339,20 @@ class nixlAgent:
         if request is None:
             raise error(nixlNotPostedError, "the transfer was never posted")
         if not request.is_done():
-            self._pump()
+            self._pump(handle)
             if not request.is_done():
-                return nixl_status_t.NIXL_IN_PROG
+                return IN_PROG
         return handle.state()
 
-    def _pump(self) -> None:
+    def _pump(self, handle: Transfer) -> None:
         now = time.monotonic_ns()
-        if now - self._pumped_ns > _PUMP_NS:
+        if id(handle) in self._polled or now - self._pumped_ns > _PUMP_NS:
+            self._polled.clear()
             self._pumped_ns = now
-            self._worker.progress()
+            # The peer may have to run on this processor first.
+            if not self._worker.progress():
+                os.sched_yield()
+        self._polled.add(id(handle))
 
     def releaseXferReq(self, handle: Transfer) -> nixl_status_t:
         """Cancels the transfer if it is in flight, and returns when neither end touches its memory any more."""

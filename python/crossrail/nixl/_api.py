@@ -26,7 +26,7 @@ DEFAULT_COMM_PORT = nixlBind.DEFAULT_COMM_PORT
 
 nixl_backend_handle = int
 
-_STATES = {nixlBind.NIXL_SUCCESS: "DONE", nixlBind.NIXL_IN_PROG: "PROC"}
+_STATES = ("DONE", "PROC")  # NIXL_SUCCESS, NIXL_IN_PROG: all others are raised
 
 
 def _is_torch_tensor(given: object) -> bool:
@@ -406,14 +406,14 @@ class nixl_agent:
         `notif_msg`: in place of the message that it was made with, if not empty. Raises nixlRepostActiveError if it is
         in flight, and nixlRemoteDisconnectError if the remote agent is lost.
         """
-        return _STATES.get(self.agent.postXferReq(handle.live(), notif_msg), "ERR")
+        return _STATES[self.agent.postXferReq(handle.live(), notif_msg)]
 
     def check_xfer_state(self, handle: nixl_xfer_handle) -> str:
         """State of the transfer `handle`: "DONE" or "PROC". Makes progress; does not wait.
 
         Raises what the transfer failed with, and nixlNotPostedError if it was never started.
         """
-        return _STATES.get(self.agent.getXferStatus(handle.live()), "ERR")
+        return _STATES[self.agent.getXferStatus(handle.live())]
 
     def get_xfer_telemetry(self, handle: nixl_xfer_handle) -> nixlBind.nixlXferTelemetry:
         """Times in microseconds and bytes of the finished transfer `handle`; all zero while it is in flight.

@@ -18,6 +18,8 @@ from crossrail.nixl._kinds import (
 )
 from crossrail.nixl._remotes import Remote, Remotes
 
+IN_PROG, SUCCESS = nixl_status_t.NIXL_IN_PROG, nixl_status_t.NIXL_SUCCESS  # a look-up takes a call in some Pythons
+
 
 class nixlXferTelemetry:
     """Times of a transfer in microseconds, its bytes, and its number of rows."""
@@ -123,7 +125,7 @@ class Transfer:
             except crossrail.CrossrailError as cause:
                 raise self._remotes.failed(self.remote, cause) from cause
             self.telemetry.postDuration = max(1, (time.perf_counter_ns() - began) // 1000)
-            return self._state() if self.request.is_done() else nixl_status_t.NIXL_IN_PROG
+            return self._state() if self.request.is_done() else IN_PROG
 
     def state(self) -> nixl_status_t:
         """The state of a posted transfer; raises what it failed with, at every call."""
@@ -134,9 +136,9 @@ class Transfer:
         if self._failure is not None:
             raise self._failure
         if self.done:
-            return nixl_status_t.NIXL_SUCCESS
+            return SUCCESS
         if self.request is None or not self.request.is_done():
-            return nixl_status_t.NIXL_IN_PROG
+            return IN_PROG
         try:
             self.request.test()
         except crossrail.CrossrailError as cause:
@@ -148,7 +150,7 @@ class Transfer:
         self.telemetry.totalBytes = self.move.nbytes
         if self._rows:
             self.telemetry.descCount = self.move.runs if self._merged else self.move.rows
-        return nixl_status_t.NIXL_SUCCESS
+        return SUCCESS
 
     def release(self) -> None:
         """Cancels the transfer if it is in flight, and returns when neither end touches its memory any more."""
