@@ -52,9 +52,12 @@ pub fn request(
 
 fn attempts(place: SocketAddr, secret: &Secret, operation: u8, body: &[u8], deadline: Instant) -> Result<Vec<u8>> {
     let mut pause = Pause::new(deadline);
+    let mut busy = None;
     loop {
         match attempt(place, secret, operation, body, deadline) {
-            Err(error) if error.reason == Some(Reason::Busy) && pause.before_retry() => {}
+            Err(error) if error.reason == Some(Reason::Busy) && pause.before_retry() => busy = Some(error),
+            // The listener has answered before: it is not silent.
+            Err(error) if error.kind == ErrorKind::Timeout => return Err(busy.unwrap_or(error)),
             outcome => return outcome,
         }
     }
