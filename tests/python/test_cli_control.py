@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from commands import COMMAND, children, clean_environment, gone, one_error, run
 from free_ports import free_port
 from leftovers import no_files_left
-from test_cli_command import COMMAND, children, clean_environment, gone, one_error, run
 
 import crossrail
 from crossrail_tools.cli import rank_process

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_cli_command import one_error, run
+from commands import one_error, run
 from test_cli_store import store
 
 import crossrail

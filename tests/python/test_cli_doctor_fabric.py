@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_cli_command import run
+from commands import run
 from test_cli_doctor import doctor, found, machine
 
 from crossrail.records import FabricDevice, FabricState

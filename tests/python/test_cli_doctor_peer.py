@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_cli_command import COMMAND, clean_environment, one_error, run
-from test_cli_command import listening as bench_listening
+from commands import COMMAND, clean_environment, one_error, run
+from commands import listening as bench_listening
 from test_cli_doctor import RAIL, found, machine, refusal
 from test_cli_store import store
 

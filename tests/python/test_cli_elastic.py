@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_cli_command import COMMAND, children, clean_environment, gone, one_error, run
+from commands import COMMAND, children, clean_environment, gone, one_error, run
 
 from crossrail_tools.cli.ep import elastic
 from crossrail_tools.cli.ep.plan import parse_plan

@@ -14,11 +14,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from commands import COMMAND, children, clean_environment, one_error
+from commands import rows_of as bench_rows
+from commands import run as command
 from free_ports import free_port
 from leftovers import no_files_left
-from test_cli_command import COMMAND, children, clean_environment, one_error
-from test_cli_command import rows_of as bench_rows
-from test_cli_command import run as command
 from test_fabric_lanes import fabric_or_skip
 
 from crossrail_tools.report.schema import Report

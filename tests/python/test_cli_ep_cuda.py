@@ -8,9 +8,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from test_cli_command import COMMAND, clean_environment, one_error
-from test_cli_command import rows_of as bench_rows
-from test_cli_command import run as command
+from commands import COMMAND, clean_environment, one_error
+from commands import rows_of as bench_rows
+from commands import run as command
 
 from crossrail_tools.report.schema import Report, Row
 

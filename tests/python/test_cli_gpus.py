@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_cli_command import one_error, run
+from commands import one_error, run
 
 from crossrail_tools.cli.info import print_cuda
 from crossrail_tools.report.tables import console

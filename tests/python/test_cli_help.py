@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import run
 from terminal import plain, run_in_terminal
-from test_cli_command import run
 
 from crossrail_tools.cli import manual
 from crossrail_tools.cli.command_line import (

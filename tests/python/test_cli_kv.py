@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_cli_command import one_error
-from test_cli_command import rows_of as bench_rows
-from test_cli_command import run as command
+from commands import one_error
+from commands import rows_of as bench_rows
+from commands import run as command
 from test_fabric_lanes import fabric_or_skip
 
 import crossrail

@@ -11,8 +11,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 
 import pytest
+from commands import COMMAND, clean_environment, one_error
 from free_ports import free_port
-from test_cli_command import COMMAND, clean_environment, one_error
 
 from crossrail_tools.cli.launcher import find_launch
 from crossrail_tools.cli.parsing import Parser

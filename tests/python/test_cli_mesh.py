@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from commands import COMMAND, clean_environment, one_error
+from commands import rows_of as bench_rows
+from commands import run as command
 from free_ports import free_port
 from leftovers import no_files_left
-from test_cli_command import COMMAND, clean_environment, one_error
-from test_cli_command import rows_of as bench_rows
-from test_cli_command import run as command
 
 from crossrail_tools.cli.command_line import parse_arguments
 from crossrail_tools.cli.failure import UsageFailure

@@ -6,7 +6,7 @@ import ctypes
 from pathlib import Path
 
 import pytest
-from test_cli_command import run
+from commands import run
 
 import crossrail
 import crossrail.nccl

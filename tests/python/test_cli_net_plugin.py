@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_cli_command import listening, one_error, run
+from commands import listening, one_error, run
 
 import crossrail.nccl
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_cli_command import run
+from commands import run
 
 from crossrail_tools.cli.command_line import parse_arguments
 from crossrail_tools.cli.failure import Failure, UsageFailure

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import foreign_logs as logs
 import pytest
+from commands import one_error, run
 from report_samples import bandwidth_report, latency_report
-from test_cli_command import one_error, run
 
 from crossrail_tools.report.build import Round, with_samples
 from crossrail_tools.report.schema import Report

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from test_cli_command import COMMAND, clean_environment, one_error, run
+from commands import COMMAND, clean_environment, one_error, run
 
 import crossrail
 

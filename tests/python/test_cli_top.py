@@ -22,9 +22,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from commands import COMMAND, clean_environment, one_error, run
 from rich.console import Console
 from terminal import HIDE_CURSOR, SHOW_CURSOR, Terminal
-from test_cli_command import COMMAND, clean_environment, one_error, run
 from test_cli_store import store
 
 import crossrail

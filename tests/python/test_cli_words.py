@@ -6,8 +6,8 @@ import re
 from dataclasses import replace
 
 import pytest
+from commands import one_error, run
 from report_samples import environment
-from test_cli_command import one_error, run
 
 from crossrail._words import kind
 from crossrail_tools.report.schema import RankTimes, Report, Row

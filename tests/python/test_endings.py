@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_cli_command import clean_environment
+from commands import clean_environment
 
 from crossrail._endings import at_end
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from test_cli_command import rows_of, run
+from commands import rows_of, run
 
 
 def fabric_or_skip(provider: str) -> str:

@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 import pytest
+from commands import COMMAND, clean_environment
 from control_groups import memory_group, run_in
-from test_cli_command import COMMAND, clean_environment
 
 import crossrail
 from crossrail import _native

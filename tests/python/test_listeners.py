@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from commands import clean_environment
 from nixl_engines import until
-from test_cli_command import clean_environment
 
 from crossrail._native import Context, MetadataListener, ask_metadata
 from crossrail.mooncake import TransferEngine

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from commands import clean_environment
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
-from test_cli_command import clean_environment
 
 ROOT = Path(__file__).parents[2]
 TRANSFER = """

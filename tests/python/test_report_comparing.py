@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from commands import run
 from report_samples import latency_report
-from test_cli_command import run
 
 from crossrail_tools.report.comparing import ALPHA, compare, holm, mann_whitney
 from crossrail_tools.report.schema import Row

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_cli_command import clean_environment
+from commands import clean_environment
 
 from crossrail.records import ReceiptRecord
 from crossrail_tools.cli.command_line import parse_arguments

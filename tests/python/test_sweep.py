@@ -15,9 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from commands import COMMAND, clean_environment, one_error, run
 from leftovers import no_files_left
 from report_samples import environment, parse_source
-from test_cli_command import COMMAND, clean_environment, one_error, run
 
 from crossrail_tools.cli import main
 from crossrail_tools.cli.command_line import parse_arguments

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_cli_command import one_error, run
+from commands import one_error, run
 
 import crossrail
 from crossrail_tools.cli import unpack

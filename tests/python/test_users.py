@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from test_cli_command import clean_environment
+from commands import clean_environment
 from test_cli_store import store
 
 import crossrail

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from test_cli_command import COMMAND, clean_environment, run
+from commands import COMMAND, clean_environment, run
 from test_cli_store import store
 
 from crossrail_tools.cli.command_line import parse_arguments

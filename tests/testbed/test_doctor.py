@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from bed import SIDES, Bed, Side
+from commands import clean_environment
 from ends import SECRET, End, Pair
-from test_cli_command import clean_environment
 
 MAKE = Callable[..., Bed]
 DOCTOR = (sys.executable, "-m", "crossrail", "doctor")

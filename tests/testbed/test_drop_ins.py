@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 from bed import Bed, Side
+from commands import clean_environment
 from ends import SECRET
-from test_cli_command import clean_environment
 
 LIMIT_S = 60
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from bed import Bed
+from commands import clean_environment
 from ends import End
 from nixl_engines import until
-from test_cli_command import clean_environment
 from test_ports import COMMAND, RUN_S, settings
 
 from crossrail_tools.report.schema import Report

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from bed import SIDES, Bed
+from commands import clean_environment
 from ends import SECRET, End
 from test_bench_ep import started
-from test_cli_command import clean_environment
 from test_doctor import problems
 
 from crossrail_tools.report.schema import Report

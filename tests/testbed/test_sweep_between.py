@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bed import Bed
+from commands import clean_environment
 from ends import SECRET, End
-from test_cli_command import clean_environment
 
 from crossrail_tools.report.sweeping import Sweep
 
