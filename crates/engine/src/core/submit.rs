@@ -214,7 +214,8 @@ impl Core {
         let offer = self.transfers.offer(endpoint, op, Space::of(gpu), (ptr, len));
         let gives = !matches!(operation, Operation::Read { .. });
         let eager = gpu.is_none_or(|ordinal| gives && offer.is_none() && self.copy_out_short(endpoint, op, ordinal));
-        let now = self.transfers.tables.clock.now();
+        // The last pass may have been long ago: receipts and traces tell when it began.
+        let now = self.transfers.tables.clock.read();
         if let Some(peer) = self.transfers.tables.peers.get_mut(endpoint) {
             peer.protocol.start(now, op, operation, len as u64, offer, eager);
         }
