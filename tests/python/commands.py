@@ -64,8 +64,17 @@ def one_error(done: subprocess.CompletedProcess[str], code: int, *words: str) ->
 def listening(
     what: str, *options: str, settings: Mapping[str, str] | None = None
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A listening end, and the address it said."""
-    command = [*COMMAND, "bench", what, "--listen=127.0.0.1:0", *options]
+    """The listening end of a bench, and the address it said."""
+    with listening_command("bench", what, *options, settings=settings) as told:
+        yield told
+
+
+@contextmanager
+def listening_command(
+    *arguments: str, settings: Mapping[str, str] | None = None
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A command that listens, and the address it said."""
+    command = [*COMMAND, *arguments, "--listen=127.0.0.1:0"]
     with subprocess.Popen(command, env=clean_environment(settings), stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
@@ -113,7 +122,7 @@ def long_run() -> Iterator[tuple[subprocess.Popen[str], int]]:
     ) as process:
         try:
             deadline = time.monotonic() + 90
-            while not (found := children(process.pid)) or not _busy(found[0]):
+            while not (found := children(process.pid)) or not is_busy(found[0]):
                 assert time.monotonic() < deadline and process.poll() is None, "it did not start"
                 time.sleep(0.02)
             yield process, found[0]
@@ -121,7 +130,7 @@ def long_run() -> Iterator[tuple[subprocess.Popen[str], int]]:
             process.kill()
 
 
-def _busy(pid: int) -> bool:
+def is_busy(pid: int) -> bool:
     """Whether ``pid`` has used a second of processor time: it is past its start, and measures."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import COMMAND, clean_environment, one_error, run
 from commands import listening as bench_listening
+from commands import listening_command, one_error, run
 from test_cli_doctor import RAIL, found, machine, refusal
 from test_cli_store import store
 
@@ -42,16 +42,8 @@ QUICK = ("--only=settings", "--seconds=0.3")
 @contextmanager
 def listening(settings: Mapping[str, str] | None = None) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A doctor that listens, and its address."""
-    command = [*COMMAND, "doctor", "--listen=127.0.0.1:0"]
-    with subprocess.Popen(command, env=clean_environment(settings), stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stderr is not None
-            line = process.stderr.readline()
-            matched = re.search(r"listening on ([0-9.:]+)", line)
-            assert matched, line
-            yield process, matched.group(1)
-        finally:
-            process.kill()
+    with listening_command("doctor", settings=settings) as told:
+        yield told
 
 
 def doctor(*options: str) -> None:

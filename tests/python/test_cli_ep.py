@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from commands import COMMAND, children, clean_environment, one_error
+from commands import COMMAND, children, clean_environment, is_busy, one_error
 from commands import rows_of as bench_rows
 from commands import run as command
 from free_ports import free_port
@@ -171,22 +171,13 @@ def running(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     ) as process:
         try:
             deadline = time.monotonic() + 30
-            while not all(_is_measuring(pid) for pid in children(process.pid)) or len(children(process.pid)) < 2:
+            while not all(is_busy(pid) for pid in children(process.pid)) or len(children(process.pid)) < 2:
                 assert time.monotonic() < deadline
                 assert process.poll() is None, process.communicate()
                 time.sleep(0.02)  # another process: nothing tells when it has come so far
             yield process
         finally:
             process.kill()
-
-
-def _is_measuring(pid: int) -> bool:
-    """Whether a rank has used as much time as only the measuring takes."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return False
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") > 1.0
 
 
 def gone(pids: list[int]) -> bool:
