@@ -12,6 +12,7 @@ from typing import Any
 from experts import ep
 from findings import ScenarioResults
 from judging import Outcome
+from sharing import share
 from sockets import RAILS
 
 from crossrail_tools.report.schema import Row
@@ -36,11 +37,12 @@ def device_api(effort: Effort, found: ScenarioResults) -> None:
     settings = {**APART, **DEVICE_API, **OVER_TCP, **environment(), **(environment_of(folder) if folder else {})}
     puts = found.peer(PUTS, "gin.py", **settings)
     found.outcomes += put_outcomes(puts, found.missing_reason(PUTS))
-    ours = found.ours(*ep("decode", effort, 50), "--sweep=tokens=8,128", "--sweep=dtype=fp8,bf16", **OVER_TCP)
-    ours = [*ours, *found.ours(*ep("prefill", effort, 10), "--sweep=dtype=bf16", **OVER_TCP)]
+    two = ("--nodes=2", "--num-processes=2", *share())
+    ours = found.ours(*ep("decode", effort, 50), *two, "--sweep=tokens=8,128", "--sweep=dtype=fp8,bf16", **OVER_TCP)
+    ours = [*ours, *found.ours(*ep("prefill", effort, 10), *two, "--sweep=dtype=bf16", **OVER_TCP)]
     for kind, tokens in RUNS:
         name = f"{EXPERTS}, {kind}"
-        options = (f"--kind={kind}", f"--tokens={tokens}", f"--iters={effort.scaled(30, 5)}")
+        options = (f"--kind={kind}", f"--tokens={tokens}", f"--iters={effort.scaled(30, 5)}", *share())
         theirs = found.peer(name, "nccl_ep.py", *options, **settings)
         found.outcomes += expert_outcomes(name, kind, theirs, ours, found.missing_reason(name))
 

@@ -105,7 +105,7 @@ def latency(effort: Effort, found: ScenarioResults) -> None:
             (writes if row.what == "write" else sends)[row.size].append(row.p50_us or 0.0)
         for said in found.peer("puts", "../puts.py", *few):
             puts[said["size"]].append(statistics.median(said["samples_us"]))
-        for said in found.peer("nccl", "nccl.py", "--what=latency", *few):
+        for said in found.peer("nccl", "nccl_rates.py", "--what=latency", *few):
             peers["graph"][said["size"]].append(statistics.median(said["samples_us"]))
             peers["wall"][said["size"]].append(statistics.median(said["wall_us"]))
         thread = ("--progress-thread",) if turn % 2 else ()
@@ -137,7 +137,7 @@ def mesh(effort: Effort, found: ScenarioResults) -> None:
         common = ("--sizes=64M", f"--ranks={gpus}", iters)
         said = found.peer("copies", "copies.py", "--what=all", "--window=16", *common)
         engines += [float(row["gb_per_s"]) for row in said]
-        said = found.peer("nccl", "nccl.py", "--what=alltoall", *common)
+        said = found.peer("nccl", "nccl_rates.py", "--what=alltoall", *common)
         nccl += [float(row["gb_per_s"]) for row in said]
     work, to_reach = f"all {gpus} GPUs to all, 64M each, 16 under way, the slowest GPU", ">= 330 GB/s per GPU on 4"
     if not rates:
@@ -193,7 +193,7 @@ def nccl(effort: Effort, found: ScenarioResults) -> None:
     rows: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
     for _ in range(effort.rounds):
         for way, settings in ways.items():
-            rows[way] += found.peer(way, "nccl.py", "--what=collectives", *counts, **settings)
+            rows[way] += found.peer(way, "nccl_rates.py", "--what=collectives", *counts, **settings)
     for what in ("all_reduce", "all_to_all"):
         for way in (*map(rails_name, OUR_RAILS), *SHOWN):
             found.outcomes += collectives(what, way, rows, found)
@@ -287,7 +287,7 @@ SETS = {
     ),
 }
 """Scenarios that are run by one name, the most important first, in case time runs out."""
-SHARED = ("tcp", "nccl", "device_api", "kv")
+SHARED = ("tcp", "nccl", "device_api", "kv", "ep_nodes")
 """Scenarios that say something without NVLink: two ranks may share a GPU."""
 
 

@@ -14,7 +14,7 @@ from device_api import APART
 from experts import DROP_IN, ep, failed
 from findings import ScenarioResults
 from hosts import QUIET, SCRIPT
-from sharing import HALF, mps
+from sharing import SHARE, mps, share
 from sockets import RAILS, SOCKETS
 
 from crossrail_tools.cli.ep.options import NETWORK
@@ -59,21 +59,21 @@ def nodes(effort: Effort, found: ScenarioResults) -> None:
     turns = []
     for settings in VARIANTS.values():
         environment = {**APART, **SOCKETS, **settings, **OVER_TCP}
-        two = ("--nodes=2", "--num-processes=2", "--compare=nccl", "--rounds=1")
+        two = ("--nodes=2", "--num-processes=2", "--compare=nccl", "--rounds=1", *share())
         decode = found.ours(*ep("decode", effort, 200), *two, "--sweep=tokens=8,128", **environment)
         prefill = found.ours(*ep("prefill", effort, 20), *two, "--sweep=dtype=fp8", **environment)
         turns.append([*decode, *prefill])
     found.outcomes += node_outcomes(dict(zip(VARIANTS, turns, strict=True)), found.failure_reason(PEER))
     calls = found.peer(DROP_IN, SCRIPT, "--tokens=8,128", f"--iters={effort.scaled(20, 3)}", **QUIET, **OVER_TCP)
     found.outcomes += call_outcomes(calls, found.missing_reason(DROP_IN))
-    alone = found.ours(*ep("decode", effort, 200), "--transport=shm", "--num-processes=2")
+    alone = found.ours(*ep("decode", effort, 200), "--transport=shm", "--num-processes=2", *share())
     found.outcomes.append(unreached_outcome(alone, found.failures))
 
 
 def once(effort: Effort, found: ScenarioResults) -> None:
     """Two nodes of two ranks each, which share GPUs: rows once for each rank, and once for each node."""
     # Kernels of both ranks of a GPU must fit at the same time.
-    four = ("--nodes=2", "--num-processes=4", "--num-sms=32")
+    four = ("--nodes=2", "--num-processes=4", f"--num-sms={SHARE}")
     rows: dict[str, list[Row]] = {}
     try:
         with mps():
@@ -81,8 +81,8 @@ def once(effort: Effort, found: ScenarioResults) -> None:
                 options = (*four, f"--send={send}")
                 options += ("--compare=network", "--rounds=1") if send == "rank" else ()
                 decode = (*ep("decode", effort, 100), *options, "--sweep=tokens=8,128")
-                rows[send] = found.ours(*decode, **AND_NVLINK, **HALF)
-                rows[send] += found.ours(*ep("prefill", effort, 20), *options, **AND_NVLINK, **HALF)
+                rows[send] = found.ours(*decode, **AND_NVLINK)
+                rows[send] += found.ours(*ep("prefill", effort, 20), *options, **AND_NVLINK)
     except RuntimeError as error:
         found.failures.append(str(error))
     found.outcomes += once_outcomes(rows, found.failures)

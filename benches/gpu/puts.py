@@ -3,7 +3,7 @@
     python benches/gpu/puts.py --sizes 4K,64K,1M
 
 Each end maps the other's memory and puts its bytes there with a signal that the other's stream awaits. A sample is one
-replay of a graph of many round trips, by events; it is counted as NCCL's is by peers/nccl.py.
+replay of a graph of many round trips, by events; it is counted as NCCL's is by peers/nccl_rates.py.
 """
 
 from __future__ import annotations

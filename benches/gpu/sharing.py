@@ -2,8 +2,8 @@
 
 Without MPS the two processes would take turns of milliseconds on the GPU, and every wait of one for the other would
 cost such a turn. With it a GPU's copies and short kernels are those of two GPUs, except that they share one memory.
-Nothing that goes over NVLink can be measured so. NCCL refuses two ranks on one GPU of one host; peers/nccl.py tells it
-that they are on two (NCCL_HOSTID).
+Nothing that goes over NVLink can be measured so. NCCL refuses two ranks on one GPU of one host; peers/nccl_rates.py
+tells it that they are on two (NCCL_HOSTID).
 """
 
 from __future__ import annotations
@@ -26,12 +26,20 @@ LIMIT_S = 20.0
 WITHOUT = {VARIABLE: "/nonexistent"}
 """Ranks take turns: for programs with a profiler, which MPS and kernels that wait for other ranks would stop."""
 HALF = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "50"}
-"""For ranks whose kernels wait for each other: none takes the multiprocessors that another one needs."""
+"""For ranks whose launches are small and wait for each other's: none takes more than half of the GPU."""
+SHARE = "48"
+"""Multiprocessors of each rank whose kernels fill theirs and wait for another rank's: all blocks run at once. HALF does
+not ensure that, as the multiprocessors that MPS leaves to two processes may be the same."""
 
 
 def shared() -> bool:
     """Whether this process runs within `mps`."""
     return VARIABLE in os.environ
+
+
+def share() -> tuple[str, ...]:
+    """The option of a command whose ranks share a GPU and wait for each other in kernels."""
+    return (f"--num-sms={SHARE}",) if shared() else ()
 
 
 def as_own_host(rank: int) -> None:

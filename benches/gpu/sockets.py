@@ -118,7 +118,7 @@ def over_sockets(found: ScenarioResults, variant: str) -> list[tuple[int, float]
     """Sizes and GB/s of NCCL over sockets, one message at a time, as p2p moves them."""
     sizes = ",".join(map(format_size, LARGE))
     counts = (f"--sizes={sizes}", "--window=1", f"--iters={LARGE[min(LARGE)][0]}", WARMUP)
-    rows = found.peer("nccl", "nccl.py", "--what=bandwidth", *counts, **SOCKETS, **VARIANTS[variant])
+    rows = found.peer("nccl", "nccl_rates.py", "--what=bandwidth", *counts, **SOCKETS, **VARIANTS[variant])
     return [(row["size"], float(row["gb_per_s"])) for row in rows]
 
 
@@ -134,7 +134,7 @@ def small(effort: Effort, found: ScenarioResults, best: str) -> list[Outcome]:
             ours[row.size].append(row.p50_us or 0.0)
         for variant, times in theirs.items():
             settings = {**SOCKETS, **VARIANTS[variant]}
-            for said in found.peer("nccl", "nccl.py", "--what=latency", sizes, *counts, **settings):
+            for said in found.peer("nccl", "nccl_rates.py", "--what=latency", sizes, *counts, **settings):
                 times[said["size"]].append(statistics.median(said["wall_us"]))
     return list(short(ours, theirs, best, found.failure_reason("nccl")))
 

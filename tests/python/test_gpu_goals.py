@@ -158,7 +158,7 @@ class Machine:
             }
         window = int(given.get("--window", "16"))
         row = {"what": given.get("--what"), "window": window, "samples_us": [20.0], "wall_us": [180.0]}
-        rate = {"copies.py": 385.0, "nccl.py": 250.0 if tuned else 100.0}.get(script, 1.0)
+        rate = {"copies.py": 385.0, "nccl_rates.py": 250.0 if tuned else 100.0}.get(script, 1.0)
         return {"rows": [{**row, "size": size, "gb_per_s": rate} for size in ranks.sizes(given.get("--sizes", "64M"))]}
 
     def run(self, name: str, rounds: int = 2) -> dict[str, Any]:
@@ -292,11 +292,11 @@ def test_collectives_over_our_plugin_against_nccls_sockets(monkeypatch: pytest.M
 
 def test_a_peer_that_fails_costs_its_rows_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     machine = Machine(monkeypatch, tmp_path)
-    machine.silent = {"nccl.py"}
+    machine.silent = {"nccl_rates.py"}
     data = machine.run("tcp")
     failed = [outcome["failed"] for outcome in data["outcomes"]]
     assert failed == [*[True, True, False, False, False] * 3, *[True, True, False] * 3, True, True]
-    assert data["outcomes"][0]["notes"] == ["nccl: nccl.py is silent"]
+    assert data["outcomes"][0]["notes"] == ["nccl: nccl_rates.py is silent"]
     machine.silent = {"nixl.py"}
     data = machine.run("latency")
     assert not any(outcome["failed"] for outcome in data["outcomes"])
@@ -514,7 +514,7 @@ def test_bad_usage_and_no_gpu(tmp_path: Path, options: list[str], code: int) -> 
 @pytest.mark.parametrize(
     ("script", "options", "module"),
     [
-        ("peers/nccl.py", ["--what=latency"], "torch"),
+        ("peers/nccl_rates.py", ["--what=latency"], "torch"),
         ("peers/host_calls.py", [], "torch"),
         ("peers/nixl.py", [], "nixl_cu13"),
         ("peers/copies.py", ["--what=pair"], "cuda"),

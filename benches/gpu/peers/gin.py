@@ -40,7 +40,7 @@ def work(arguments: argparse.Namespace, rank: int, folder: Path) -> None:
         raise SystemExit(f"gin.py: {done.stdout[-2000:]}{done.stderr[-2000:]}")
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"what"')]
     if rank == 0:
-        processes.keep(folder, [row for row in rows if "us" in row or "gb_per_s" in row], {"nccl": home().name})
+        processes.keep([row for row in rows if "us" in row or "gb_per_s" in row], {"nccl": home().name})
 
 
 def home() -> Path:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -30,19 +31,30 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--kind", choices=tuple(EXPERTS), default="low-latency")
     parser.add_argument("--tokens", type=processes.sizes, default=[128], metavar="A,B,C", help="of a rank")
+    parser.add_argument("--num-sms", type=int, default=0, metavar="N", help="multiprocessors of each rank (NCCL EP's)")
     processes.add_common(parser)
     return processes.run(parser.parse_args(), work, needs=("torch", "nccl"))
 
 
 def work(arguments: argparse.Namespace, rank: int, folder: Path) -> None:
     """Runs one rank."""
-    # Before NCCL reads them.
-    os.environ["NCCL_HOSTID"] = f"rank {rank}"
+    become_host(f"rank-{rank}")
     here = Rank(arguments, rank, folder)
     rows = [here.measure(tokens) for tokens in arguments.tokens]
     if rank == 0:
-        processes.keep(folder, rows, {"nccl_ep": str(here.ep.get_lib_version()), "torch": here.torch.__version__})
+        processes.keep(rows, {"nccl_ep": str(here.ep.get_lib_version()), "torch": here.torch.__version__})
     here.dist.barrier()
+
+
+def become_host(name: str) -> None:
+    """A host of its own: NCCL tells hosts apart by this variable, but NCCL EP by their names. If it counts one where
+    NCCL counts two, high throughput writes to address 0."""
+    os.environ["NCCL_HOSTID"] = name
+    try:
+        os.unshare(os.CLONE_NEWUTS)
+        socket.sethostname(name)
+    except PermissionError as error:
+        raise SystemExit(f"nccl_ep.py: only root gives two ranks of one machine the names of two: {error}") from error
 
 
 class Rank:
@@ -82,6 +94,7 @@ class Rank:
             max_recv_tokens_per_rank=0 if self.low else tokens * self.options.ranks,
             max_token_bytes=HIDDEN * 2,
             num_qp_per_rank=4 if self.low else 0,
+            max_num_sms=self.options.num_sms,
             timeout_ns=TIMEOUT_NS,
         )
         group = ep.Group.create(self.comm, config)

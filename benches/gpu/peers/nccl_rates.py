@@ -1,9 +1,9 @@
 """NCCL by torch.distributed, one process per GPU: the peer of Crossrail's transfers.
 
-    python benches/gpu/peers/nccl.py --what latency --sizes 4K,1M
-    python benches/gpu/peers/nccl.py --what bandwidth --sizes 64M --window 1
-    python benches/gpu/peers/nccl.py --what alltoall --sizes 64M --ranks 4
-    python benches/gpu/peers/nccl.py --what collectives --sizes 8,64K,64M
+    python benches/gpu/peers/nccl_rates.py --what latency --sizes 4K,1M
+    python benches/gpu/peers/nccl_rates.py --what bandwidth --sizes 64M --window 1
+    python benches/gpu/peers/nccl_rates.py --what alltoall --sizes 64M --ranks 4
+    python benches/gpu/peers/nccl_rates.py --what collectives --sizes 8,64K,64M
 
 latency: half a round trip. `samples_us` are of graph replays, where no host stands between two messages (NCCL's best);
 `wall_us` are those of a host that waits for each message, as a receiver that looks at its data must.
@@ -40,10 +40,10 @@ def main() -> int:
     try:
         import torch.distributed as dist
     except ImportError as error:
-        print(f"nccl.py: needs PyTorch: {error}", file=sys.stderr)
+        print(f"nccl_rates.py: needs PyTorch: {error}", file=sys.stderr)
         return 1
     if arguments.backend == "nccl" and not dist.is_nccl_available():
-        print("nccl.py: this PyTorch has no NCCL", file=sys.stderr)
+        print("nccl_rates.py: this PyTorch has no NCCL", file=sys.stderr)
         return 1
     return processes.run(arguments, work)
 
@@ -153,7 +153,7 @@ def latency(here: Rank, size: int) -> dict[str, Any]:
         trip()
     here.wait()
     if here.rank == 0 and not here.torch.equal(out, into):
-        raise SystemExit("nccl.py: the data returned differs from the data sent")
+        raise SystemExit("nccl_rates.py: the data returned differs from the data sent")
     samples = batches(here, here.graph(lambda: [trip() for _ in range(TRIPS)]), TRIPS * 2)
     wall = []
     for _ in range(here.options.warmup + here.options.iters):
@@ -196,7 +196,7 @@ def bandwidth(here: Rank, size: int) -> dict[str, Any]:
         here.together()
         samples.append(here.timed(sample))
     if not bool((data == 7).all()):
-        raise SystemExit("nccl.py: the data received differs from the data sent")
+        raise SystemExit("nccl_rates.py: the data received differs from the data sent")
     return rated({"what": "bandwidth", "size": size, "window": window}, samples[here.options.warmup :], size * window)
 
 
@@ -209,7 +209,7 @@ def all_to_all(here: Rank, size: int) -> dict[str, Any]:
         here.together()
         samples.append(here.timed(lambda: here.dist.all_to_all_single(into, out)))
     if [int(part[-1]) for part in into.view(ranks, size)] != [rank + 1 for rank in range(ranks)]:
-        raise SystemExit("nccl.py: the data received differs from the data sent")
+        raise SystemExit("nccl_rates.py: the data received differs from the data sent")
     sent = size * (ranks - 1)
     return rated({"what": "alltoall", "size": size, "ranks": ranks}, samples[here.options.warmup :], sent)
 
@@ -221,7 +221,7 @@ def all_reduce(here: Rank, size: int) -> dict[str, Any]:
     data = (ramp + here.rank).float()
     here.dist.all_reduce(data)
     if not torch.equal(data, (ramp * ranks + ranks * (ranks - 1) / 2).float()):
-        raise SystemExit("nccl.py: a sum over all ranks is wrong")
+        raise SystemExit("nccl_rates.py: a sum over all ranks is wrong")
     data.zero_()
     samples = repeated(here, size, lambda: here.dist.all_reduce(data))
     return rated({"what": "all_reduce", "size": size, "ranks": ranks}, samples, 2 * (ranks - 1) * size // ranks)
@@ -234,7 +234,7 @@ def exchange(here: Rank, size: int) -> dict[str, Any]:
     out, into = here.bytes(part * ranks, here.rank + 1), here.bytes(part * ranks, 0)
     here.dist.all_to_all_single(into, out)
     if not all(bool((piece == rank + 1).all()) for rank, piece in enumerate(into.view(ranks, part))):
-        raise SystemExit("nccl.py: an all-to-all is wrong")
+        raise SystemExit("nccl_rates.py: an all-to-all is wrong")
     samples = repeated(here, size, lambda: here.dist.all_to_all_single(into, out))
     return rated({"what": "all_to_all", "size": size, "ranks": ranks}, samples, part * (ranks - 1))
 
