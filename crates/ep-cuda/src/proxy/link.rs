@@ -121,10 +121,6 @@ impl Link {
             self.outgoing.since_ns = now_ns();
         }
         self.outgoing.push(command);
-        if command.releases() {
-            // This may be the last lane of which all is placed, and nothing else moves.
-            self.far.publish();
-        }
     }
 
     /// Reports what it does to the far rank, whose rows of the page the first lane writes.
@@ -171,10 +167,6 @@ impl Link {
             }
         });
         moved |= *polled.as_ref().unwrap_or(&true);
-        if moved {
-            // What arrived before the end of the rails counts, too.
-            self.far.publish();
-        }
         match wrong {
             Some(why) => Err(LaneError::Protocol(why)),
             None => polled.map(|_| moved),

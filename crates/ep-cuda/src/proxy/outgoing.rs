@@ -51,6 +51,10 @@ pub(crate) struct Outgoing {
     /// The notes of all bursts.
     notes: Area,
     bursts: [Burst; BURSTS],
+    /// Bursts without writes in flight: of those used last first.
+    free: Vec<usize>,
+    /// Writes that are not placed yet.
+    in_flight: usize,
     /// Commands to be sent, in their order unless `unsorted`.
     pending: Vec<Command>,
     unsorted: bool,
@@ -118,6 +122,8 @@ impl Outgoing {
             targets,
             notes: Area::plain(BURSTS * BURST_BYTES),
             bursts: [const { Burst { in_flight: 0, since_ns: 0, bytes: 0, epochs: Vec::new() } }; BURSTS],
+            free: (0..BURSTS).rev().collect(),
+            in_flight: 0,
             pending: Vec::new(),
             unsorted: false,
             all_wait: false,
@@ -129,7 +135,7 @@ impl Outgoing {
 
     /// Takes a command that a kernel has appended for this rank. The first lane passes on what releases slots.
     pub(crate) fn push(&mut self, command: Command) {
-        self.far.add_command();
+        self.far.add_command(self.lane);
         let sequence = command.sequence();
         let progress = &mut self.progress[sequence as usize];
         let epoch = command.epoch(progress.last.max(progress.complete));
@@ -151,9 +157,12 @@ impl Outgoing {
     /// # Errors
     /// Of the rails.
     pub(crate) fn flush(&mut self, placing: &mut dyn Placing) -> Result<bool, LaneError> {
-        let mut room = placing.limits().in_flight.saturating_sub(self.in_flight());
         let all_wait = self.all_wait && !self.unsorted && self.bytes >= AHEAD;
-        if self.pending.is_empty() || room < 2 || all_wait || self.waits_for_more() {
+        if self.pending.is_empty() || all_wait || self.waits_for_more() {
+            return Ok(false);
+        }
+        let mut room = placing.limits().in_flight.saturating_sub(self.in_flight);
+        if room < 2 {
             return Ok(false);
         }
         if std::mem::take(&mut self.unsorted) {
@@ -163,7 +172,7 @@ impl Outgoing {
         let mut kept: Vec<(Command, u32)> = Vec::new();
         let mut burst: Vec<(Command, u32)> = Vec::with_capacity(NOTES);
         let mut sent = false;
-        while let Some(at) = self.free_burst() {
+        while let Some(&at) = self.free.last() {
             while burst.len() < NOTES
                 && let Some(first) = pending.next()
             {
@@ -202,7 +211,7 @@ impl Outgoing {
 
     /// True if there is little to send while much is in flight: it is sent together with later commands.
     fn waits_for_more(&self) -> bool {
-        let busy = self.bursts.iter().filter(|burst| burst.in_flight > 0).count();
+        let busy = BURSTS - self.free.len();
         busy >= BUSY && self.pending.len() < NOTES && self.pending.iter().map(Command::len).sum::<u64>() < JOINED
     }
 
@@ -213,15 +222,12 @@ impl Outgoing {
 
     /// Writes that are not placed yet.
     pub(crate) fn in_flight(&self) -> usize {
-        self.bursts.iter().map(|burst| burst.in_flight as usize).sum()
+        self.in_flight
     }
 
-    fn free_burst(&self) -> Option<usize> {
-        self.bursts.iter().position(|burst| burst.in_flight == 0)
-    }
-
-    /// Sends one burst.
+    /// Sends commands as a burst: `at`, the last of those that are free.
     fn send(&mut self, at: usize, commands: &[(Command, u32)], placing: &mut dyn Placing) -> Result<(), LaneError> {
+        self.free.pop();
         let burst = &mut self.bursts[at];
         burst.epochs.clear();
         (burst.since_ns, burst.bytes) = (self.since_ns, 0);
@@ -245,29 +251,34 @@ impl Outgoing {
         // First, so that each range is announced when it arrives.
         post(placing, notes, &self.targets.notes, start, (counter, 0), at)?;
         burst.in_flight += 1;
+        self.in_flight += 1;
         for ((command, _), piece) in commands.iter().zip(1u16..).filter(|((command, _), _)| !command.is_empty()) {
             let (from, len) = (command.at() as usize, command.len() as usize);
             if from + len > self.far.send.len() {
                 return Err(LaneError::Protocol(format!("a kernel names {len} bytes at {from}, beyond the inbox")));
             }
-            self.far.add_sent(len as u64);
             burst.bytes += len as u64;
             self.bytes += len as u64;
             // SAFETY: checked to be inside.
             let extent = Extent::host(unsafe { self.far.send.as_ptr().add(from) }, len);
             post(placing, extent, &self.targets.inbox, command.at(), (counter, piece), at)?;
             burst.in_flight += 1;
+            self.in_flight += 1;
         }
+        self.far.add_sent(self.lane, burst.bytes);
         Ok(())
     }
 
     /// A write of that burst is placed. Returns, if all of it is, when its first command was read, and its bytes.
     pub(crate) fn ended(&mut self, burst: u64) -> Option<(u64, u64)> {
-        let burst = self.bursts.get_mut(burst as usize)?;
-        burst.in_flight = burst.in_flight.saturating_sub(1);
+        let at = burst as usize;
+        let burst = self.bursts.get_mut(at).filter(|burst| burst.in_flight > 0)?;
+        burst.in_flight -= 1;
+        self.in_flight -= 1;
         if burst.in_flight > 0 {
             return None;
         }
+        self.free.push(at);
         let done = (burst.since_ns, burst.bytes);
         self.bytes -= burst.bytes;
         for (sequence, epoch, count) in burst.epochs.drain(..) {
@@ -280,7 +291,7 @@ impl Outgoing {
 
     /// True while commands are pending or writes are in flight.
     pub(crate) fn is_busy(&self) -> bool {
-        !self.pending.is_empty() || self.bursts.iter().any(|burst| burst.in_flight > 0)
+        !self.pending.is_empty() || self.in_flight > 0
     }
 }
 

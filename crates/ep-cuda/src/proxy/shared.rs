@@ -21,11 +21,27 @@ pub(crate) struct FarRank {
     taken: [Taken; 2],
     /// Of its connection.
     generation: AtomicU64,
-    /// Commands of kernels that were read.
-    commands: AtomicU64,
-    sent_bytes: AtomicU64,
+    /// By lane.
+    sent: Vec<LaneSent>,
     /// Of each lane, as its thread has last reported it.
     lanes: Mutex<Vec<LaneReport>>,
+}
+
+/// Totals of a lane for a far rank, which only its thread changes. In cache lines of their own: a thread that writes one of
+/// several in a line delays the threads that write the others.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+struct LaneSent {
+    /// Commands of kernels that were read.
+    commands: AtomicU64,
+    bytes: AtomicU64,
+    /// By sequence: up to which epoch all is placed.
+    placed: [AtomicU64; 2],
+}
+
+/// Adds to a number that only the caller writes.
+fn add(number: &AtomicU64, more: u64) {
+    number.store(number.load(Ordering::Relaxed) + more, Ordering::Relaxed);
 }
 
 /// State and totals of a lane for a far rank.
@@ -49,8 +65,6 @@ struct Taken {
     at: u64,
     /// Last epoch that the far rank has released.
     released: AtomicU64,
-    /// Of each lane: up to which epoch all is placed.
-    placed: Vec<AtomicU64>,
 }
 
 /// Marks in a receive area that all operations up to these, by sequence, are over.
@@ -62,14 +76,11 @@ pub(crate) fn set_taken(receive: &Area, inbox: &Inbox, epochs: [u64; 2]) {
 
 impl FarRank {
     pub(crate) fn new(rank: u32, send: Area, receive: Area, inbox: Inbox, lanes: usize) -> FarRank {
-        let taken = [EP_WORD_DISPATCH_TAKEN, EP_WORD_COMBINE_TAKEN].map(|word| Taken {
-            at: inbox.word(word),
-            released: AtomicU64::new(0),
-            placed: (0..lanes).map(|_| AtomicU64::new(0)).collect(),
-        });
-        let [generation, commands, sent_bytes] = [const { AtomicU64::new(0) }; 3];
+        let taken = [EP_WORD_DISPATCH_TAKEN, EP_WORD_COMBINE_TAKEN]
+            .map(|word| Taken { at: inbox.word(word), released: AtomicU64::new(0) });
+        let sent = (0..lanes).map(|_| LaneSent::default()).collect();
         let reports = Mutex::new(vec![LaneReport::default(); lanes]);
-        FarRank { rank, send, receive, inbox, taken, generation, commands, sent_bytes, lanes: reports }
+        FarRank { rank, send, receive, inbox, taken, generation: AtomicU64::new(0), sent, lanes: reports }
     }
 
     /// Replaces the report of a lane.
@@ -83,7 +94,7 @@ impl FarRank {
     pub(crate) fn reported(&self) -> (ProxyReport, Histogram) {
         let mut bursts = Histogram::default();
         let mut whole = ProxyReport {
-            commands: self.commands.load(Ordering::Relaxed),
+            commands: self.sum(|lane| &lane.commands),
             sent_bytes: self.sent_bytes(),
             ..ProxyReport::default()
         };
@@ -109,12 +120,32 @@ impl FarRank {
 
     /// It has received all up to this epoch.
     pub(crate) fn released(&self, sequence: Sequence, epoch: u64) {
-        self.taken[sequence as usize].released.fetch_max(epoch, Ordering::AcqRel);
+        let before = self.taken[sequence as usize].released.fetch_max(epoch, Ordering::SeqCst);
+        if before < epoch {
+            self.publish(sequence);
+        }
     }
 
-    /// All that `lane` had to send it up to this epoch is placed.
+    /// All that `lane` had to send it up to this epoch is placed. Called by the lane's thread only.
     pub(crate) fn placed(&self, lane: usize, sequence: Sequence, epoch: u64) {
-        self.taken[sequence as usize].placed[lane].fetch_max(epoch, Ordering::AcqRel);
+        let placed = &self.sent[lane].placed[sequence as usize];
+        if placed.load(Ordering::Relaxed) < epoch {
+            placed.store(epoch, Ordering::SeqCst);
+            self.publish(sequence);
+        }
+    }
+
+    /// Publishes to kernels which slots they may use again. The thread that changes the last of the numbers reads all of
+    /// them, as each thread stores its own before it loads the others, sequentially consistent.
+    fn publish(&self, sequence: Sequence) {
+        let Taken { at, released } = &self.taken[sequence as usize];
+        let lanes = self.sent.iter().map(|lane| lane.placed[sequence as usize].load(Ordering::SeqCst));
+        let epoch = lanes.min().unwrap_or(0).min(released.load(Ordering::SeqCst));
+        let word = self.receive.word(*at);
+        // The host raises the word when ranks connect.
+        if word.load(Ordering::Relaxed) < epoch {
+            word.fetch_max(epoch, Ordering::AcqRel);
+        }
     }
 
     /// Sets the generation of its connection, before any thread drives it.
@@ -127,29 +158,23 @@ impl FarRank {
         self.generation.load(Ordering::Acquire)
     }
 
-    /// Counts a command of a kernel that was read.
-    pub(crate) fn add_command(&self) {
-        self.commands.fetch_add(1, Ordering::Relaxed);
+    /// Counts a command of a kernel that `lane` has read. Called by the lane's thread only.
+    pub(crate) fn add_command(&self, lane: usize) {
+        add(&self.sent[lane].commands, 1);
     }
 
-    /// Counts bytes that were sent.
-    pub(crate) fn add_sent(&self, bytes: u64) {
-        self.sent_bytes.fetch_add(bytes, Ordering::Relaxed);
+    /// Counts bytes that `lane` has sent. Called by the lane's thread only.
+    pub(crate) fn add_sent(&self, lane: usize, bytes: u64) {
+        add(&self.sent[lane].bytes, bytes);
     }
 
     /// Bytes that were sent, without repetitions by rails.
     pub(crate) fn sent_bytes(&self) -> u64 {
-        self.sent_bytes.load(Ordering::Relaxed)
+        self.sum(|lane| &lane.bytes)
     }
 
-    /// Publishes to kernels which slots they may use again.
-    pub(crate) fn publish(&self) {
-        for taken in &self.taken {
-            let placed = taken.placed.iter().map(|placed| placed.load(Ordering::Acquire)).min().unwrap_or(0);
-            let epoch = placed.min(taken.released.load(Ordering::Acquire));
-            // The host raises the word when ranks connect.
-            self.receive.word(taken.at).fetch_max(epoch, Ordering::AcqRel);
-        }
+    fn sum(&self, number: impl Fn(&LaneSent) -> &AtomicU64) -> u64 {
+        self.sent.iter().map(|lane| number(lane).load(Ordering::Relaxed)).sum()
     }
 }
 
@@ -158,9 +183,9 @@ impl fmt::Display for FarRank {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let number = |number: &AtomicU64| number.load(Ordering::Acquire);
         write!(f, "rank {}, on another node: ", self.rank)?;
-        write!(f, "{} commands read, {} bytes sent", number(&self.commands), number(&self.sent_bytes))?;
-        for (name, taken) in ["dispatch", "combine"].iter().zip(&self.taken) {
-            let placed: Vec<u64> = taken.placed.iter().map(number).collect();
+        write!(f, "{} commands read, {} bytes sent", self.sum(|lane| &lane.commands), self.sent_bytes())?;
+        for (at, (name, taken)) in ["dispatch", "combine"].iter().zip(&self.taken).enumerate() {
+            let placed: Vec<u64> = self.sent.iter().map(|lane| number(&lane.placed[at])).collect();
             let (released, free) = (number(&taken.released), number(self.receive.word(taken.at)));
             write!(f, "; {name}: placed up to {placed:?}, released {released}, free {free}")?;
         }

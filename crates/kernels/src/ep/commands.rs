@@ -142,8 +142,9 @@ impl Command {
     }
 
     /// The order of sending: rows last, as others wait for words before they need rows; neighbours next to each other.
-    pub fn order(&self) -> (bool, u32, u32, u64) {
-        (self.is_rows(), self.kind, self.epoch, self.number)
+    pub fn order(&self) -> u128 {
+        let of_kind = u64::from(self.is_rows()) << 36 | u64::from(self.kind) << 32 | u64::from(self.epoch);
+        u128::from(of_kind) << 64 | u128::from(self.number)
     }
 
     /// True if it names rows.
