@@ -5,6 +5,7 @@ mod common;
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};
+use std::os::fd::BorrowedFd;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,6 +14,7 @@ use crossrail_tcp::placing::{Connection, Door, Head, Kind, LINKS_MAX, TcpPlacing
 use crossrail_transport::placing::conformance::{self, Pair};
 use crossrail_transport::placing::{Counter, Event, Extent, Imm, Key, Placing};
 use crossrail_transport::{LaneError, Post};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use common::{PATIENCE, streams};
 
@@ -95,6 +97,44 @@ fn a_rail_is_lost_with_its_interface() {
     assert_eq!(lost(0), Vec::<String>::new());
     at.interface_down("eth1");
     assert_eq!(lost(2), ["eth1 is down", "the peer dropped it"]);
+}
+
+/// Arrivals are delivered before a long write is sent, and not only once nothing is left to be sent.
+#[test]
+fn a_long_write_does_not_delay_what_has_arrived() {
+    let (mut a, mut b, _handles) = ends(1);
+    let mut heaps = [vec![0u8; 256 << 10], vec![0u8; 256 << 10]];
+    let mut expose = |end: &mut TcpPlacing, at: usize| {
+        let extent = Extent::host(heaps[at].as_mut_ptr(), heaps[at].len());
+        // SAFETY: both ends are dropped before the heaps.
+        let key = unsafe { end.expose(&extent, &Arc::default()) }.expect("a key");
+        (key, end.count(1).expect("a counter"))
+    };
+    let (of_a, of_b) = (expose(&mut a, 0), expose(&mut b, 1));
+    let start = Instant::now();
+    // Until each end knows that its socket is empty.
+    while !(a.arm() && b.arm()) {
+        a.poll(&mut |_| {}).expect("up");
+        b.poll(&mut |_| {}).expect("up");
+        assert!(start.elapsed() < PATIENCE);
+    }
+    let from = vec![7u8; 256 << 10];
+    let write = |end: &mut TcpPlacing, len: usize, (key, counter): &(Key, Counter)| {
+        let imm = Imm { counter: *counter, piece: 0 };
+        // SAFETY: `from` outlives both ends.
+        unsafe { end.write(&[Extent::host(from.as_ptr(), len)], key, 0, imm, 0) }.expect("up")
+    };
+    write(&mut b, 8, &of_a);
+    b.poll(&mut |_| {}).expect("up");
+    // SAFETY: the descriptor is open as long as `a`.
+    let readable = unsafe { BorrowedFd::borrow_raw(a.fd().expect("a descriptor")) };
+    let ready = poll(&mut [PollFd::new(readable, PollFlags::POLLIN)], PollTimeout::from(10_000u16)).expect("poll");
+    assert_eq!(ready, 1, "the short write arrives");
+    write(&mut a, from.len(), &of_b);
+    let mut arrived = 0;
+    a.poll(&mut |event| arrived += usize::from(matches!(event, Event::Arrived(_)))).expect("up");
+    assert_eq!(arrived, 1, "with the poll that sends");
+    drop((a, b));
 }
 
 /// An object with one exposure of 4 KiB and one counter of 4 pieces, and the plain sockets of its peer.

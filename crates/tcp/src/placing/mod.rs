@@ -44,6 +44,8 @@ const SEND_BUDGET: u64 = 1 << 20;
 const RECEIVE_BUDGET: usize = 512 << 10;
 /// Polls without a look at all connections, while some have work.
 const LOOK_EVERY: u32 = 16;
+/// Bytes to be sent from which on arrivals are received first: sending takes many times as long as asking for them.
+const LOOK_BEFORE: u64 = 16 * 1024;
 /// Most connections that an object ever has: their numbers are below.
 pub const LINKS_MAX: usize = 1024;
 /// Time after which a received frame is acknowledged by itself: a reply that is sent sooner carries the acknowledgement.
@@ -212,8 +214,12 @@ impl TcpPlacing {
         if self.door.is_rung() {
             self.open(events)?;
         }
+        let sends_long = self.out.waiting() >= LOOK_BEFORE;
+        if sends_long {
+            self.look();
+        }
         let mut moved = self.receive(events)? | self.send()?;
-        if !moved || self.polls.is_multiple_of(LOOK_EVERY) {
+        if !sends_long && (!moved || self.polls.is_multiple_of(LOOK_EVERY)) {
             self.look();
             moved |= self.receive(events)? | self.send()?;
         }
