@@ -105,10 +105,11 @@ fn join(
         return Err(Error::new(ErrorKind::Unsupported, "connect", detail)
             .with_hint("name one at both ends: CROSSRAIL_TLS=fabric:PROVIDER"));
     }
-    if theirs.process == ours.process && placing.is_lane && ours.provider == "shm" {
+    if theirs.process == ours.process && (placing.is_lane || placing.is_rail) && ours.provider == "shm" {
         let detail =
             "both ends are in one process, and the provider shm crashes one that polls after the other was closed";
-        return Err(Error::new(ErrorKind::Unsupported, "connect", detail));
+        let hint = "use TCP between ends of one process: CROSSRAIL_TLS=tcp";
+        return Err(Error::new(ErrorKind::Unsupported, "connect", detail).with_hint(hint));
     }
     if theirs.greeting[0] != greeting[0] {
         return Err(Error::new(ErrorKind::Protocol, "connect", "the peer joins something else over this connection"));
