@@ -184,8 +184,9 @@ pub(super) fn accept(
                 break rail;
             }
             Err(error) => {
-                let is_late = error.kind == ErrorKind::Timeout;
-                others.extend(door.added(if is_late { deadline } else { Instant::now() })?);
+                // The peer dials a late one again only once its other rails have joined, or failed.
+                let waits = error.kind == ErrorKind::Timeout && others.is_empty();
+                others.extend(door.added(if waits { deadline } else { Instant::now() })?);
                 if others.is_empty() {
                     return Err(named(error));
                 }
