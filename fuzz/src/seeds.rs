@@ -5,7 +5,7 @@ use crossrail_handshake::wire::{
     Challenge, Confirm, HelloHead, LaneHello, Proof, Reject, RejectCode, Reply, STORE, WORKER,
 };
 use crossrail_handshake::{Address, Device, Hello, LanePurpose};
-use crossrail_proto::Body;
+use crossrail_proto::{Body, frame};
 use crossrail_types::Checksum;
 
 use crate::input::Input;
@@ -23,6 +23,7 @@ pub fn seeds() -> Vec<(&'static str, String, Vec<u8>)> {
         }
         seeds.push(("ends", (*name).to_owned(), crate::ends::script(*kind, script)));
     }
+    seeds.push(("protocol", "acks-of-other-lanes".to_owned(), acks_of_other_lanes()));
     for (name, bytes) in ADMISSIONS {
         seeds.push(("admission", (*name).to_owned(), bytes.to_vec()));
     }
@@ -189,6 +190,17 @@ fn fragments() -> Vec<u8> {
     bytes.extend([1, 0, 0, 0].repeat(4));
     bytes.resize(bytes.len() + 32, 0);
     bytes
+}
+
+/// A receiver of chunks acknowledges those of either lane over the other one: late, as they are, of no lane, too many.
+fn acks_of_other_lanes() -> Vec<u8> {
+    let script: Script = &[(1, &[5, 0, 7, 0, 0xf0]), (0, &[4, SEND, 7, 0, 0xa0])];
+    let [mut log, _] = converse(2, script);
+    for (over, lane, count) in [(8, 1, 0), (0, 2, 1), (8, 9, 1), (0, 2, 1000)] {
+        log.push(over);
+        log.extend_from_slice(&frame::encode_head(&frame::Frame::ChunkAck { count, lane }, 0).0);
+    }
+    log
 }
 
 /// Which end does what; all that follows from it is carried over before the next.

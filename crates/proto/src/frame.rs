@@ -27,7 +27,9 @@
 //! | ack | | | |
 //! | chunk | target's index; `seq`: its serial; `done`: writer's | offset | the bytes; anything or nothing, when void |
 //! | chunk, unasked | `seq`: the number of its announcement; `done`: writer's | 0 | all bytes of a message |
-//! | chunk ack (`seq`: how many so far) | | | |
+//! | chunk ack (`seq`: how many so far) | reader's lane, or 0 | | |
+//!
+//! In place of `ack`, chunks carry their writer's number of the lane that they travel on.
 
 mod failure;
 #[cfg(test)]
@@ -216,11 +218,15 @@ pub enum Frame {
         void: bool,
         /// All bytes of a message that arrives unasked: the target is only a serial, the number of its announcement.
         unasked: bool,
+        /// The writer's number of the lane that carries it, by which the reader may acknowledge it on another lane.
+        lane: u32,
     },
-    /// Chunks consumed on this lane.
+    /// Chunks consumed on a lane.
     ChunkAck {
         /// So many since it came up, modulo 2^32.
         count: u32,
+        /// The reader's number of that lane; 0: the lane that carries this frame.
+        lane: u32,
     },
 }
 
@@ -431,9 +437,9 @@ pub fn decode_head(head: &Head) -> Result<Frame, String> {
             let target = Target { index: op, serial: seq(head) };
             let (again, void, unasked) = (flags & AGAIN != 0, flags & VOID != 0, flags & UNASKED != 0);
             let fits = (payload > 0 || void) && (!unasked || (tag, op) == (0, 0));
-            (Frame::Chunk { target, offset: tag, from: done(head), again, void, unasked }, fits)
+            (Frame::Chunk { target, offset: tag, from: done(head), again, void, unasked, lane: ack(head) }, fits)
         }
-        CHUNK_ACK => (Frame::ChunkAck { count: seq(head) }, payload == 0),
+        CHUNK_ACK => (Frame::ChunkAck { count: seq(head), lane: op }, payload == 0),
         kind => return Err(format!("frame of unknown kind {kind}")),
     };
     if !length_ok {
@@ -471,15 +477,15 @@ pub fn encode_head(frame: &Frame, payload: u32) -> Head {
         Frame::Chunk { target, offset, again, void, unasked, .. } => {
             (CHUNK, flag(again, AGAIN) | flag(void, VOID) | flag(unasked, UNASKED), target.index, offset)
         }
-        Frame::ChunkAck { .. } => (CHUNK_ACK, 0, 0, 0),
+        Frame::ChunkAck { lane, .. } => (CHUNK_ACK, 0, lane, 0),
     };
     let mut head = Head::new(kind, payload);
     head.0[1] = flags;
     head.0[20..24].copy_from_slice(&u32::to_le_bytes(op));
     head.0[24..32].copy_from_slice(&u64::to_le_bytes(tag));
     match *frame {
-        Frame::Chunk { target, from, .. } => seal(&mut head, target.serial, 0, from),
-        Frame::ChunkAck { count } => seal(&mut head, count, 0, 0),
+        Frame::Chunk { target, from, lane, .. } => seal(&mut head, target.serial, lane, from),
+        Frame::ChunkAck { count, .. } => seal(&mut head, count, 0, 0),
         _ => {}
     }
     head

@@ -20,6 +20,11 @@ const DOUBTED_AFTER: (u64, u64) = (2 << 20, 1 << 30);
 /// Age in nanoseconds at which a rate is measured again, too: it shows nothing any more.
 pub(crate) const OLD: u64 = 1_000_000_000;
 
+/// Duration of `bytes` at that pace, in nanoseconds.
+pub(crate) fn takes(bytes: u64, pace: u64) -> u128 {
+    u128::from(bytes) * 1_000_000_000 / u128::from(pace.max(1))
+}
+
 /// A chunk on its way.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sent {
@@ -62,6 +67,11 @@ pub(crate) struct Lane {
     acked: u32,
     consumed: u32,
     last_ack: u32,
+    /// This end's number of it, which its chunks carry, and the peer's, 0 until a chunk has arrived.
+    pub(crate) number: u32,
+    pub(crate) theirs: u32,
+    /// Consumed chunks whose acknowledgement waits in no long queue.
+    acked_in_time: u32,
     /// Chunks that it brought and that are still to be unpacked.
     landed: u32,
     /// The head of an incoming chunk waits for a slot.
@@ -98,6 +108,9 @@ impl Lane {
             acked: 0,
             consumed: 0,
             last_ack: 0,
+            number: 0,
+            theirs: 0,
+            acked_in_time: 0,
             landed: 0,
             waits: false,
             heartbeat_from: now,
@@ -145,9 +158,14 @@ impl Lane {
         self.sent_bytes += piece.len;
     }
 
-    /// Number of chunks that the cumulative acknowledgement `count` newly acknowledges. `Err`: more than were sent.
+    /// Number of chunks that the cumulative acknowledgement `count` newly acknowledges, 0 if a newer one came before it.
+    /// `Err`: more than were sent.
     pub(crate) fn acknowledge(&mut self, count: u32) -> Result<u32, String> {
         let news = count.wrapping_sub(self.acked);
+        // A newer one has overtaken it on another lane.
+        if news > u32::MAX / 2 {
+            return Ok(0);
+        }
         if news as usize > self.sent.len() {
             return Err("acknowledgement of chunks that were not sent".to_owned());
         }
@@ -168,6 +186,10 @@ impl Lane {
             self.meter.count(now, bytes);
             self.restart_silence_timer(now);
             self.measured = now;
+        }
+        if self.sent.is_empty() {
+            // Acknowledgements that were sent before the last chunk have arrived as well.
+            self.acked_in_time = self.last_ack;
         }
     }
 
@@ -246,6 +268,27 @@ impl Lane {
     pub(crate) fn take_ack(&mut self) -> u32 {
         self.last_ack = self.consumed;
         self.last_ack
+    }
+
+    /// True if another lane might deliver the count of consumed chunks sooner.
+    #[inline]
+    pub(crate) fn may_ack_sooner(&self) -> bool {
+        self.acked_in_time != self.consumed && self.theirs != 0
+    }
+
+    /// The peer learns soon that `count` chunks are consumed in all.
+    pub(crate) fn acked_in_time(&mut self, count: u32) {
+        self.acked_in_time = count;
+    }
+
+    /// Estimate of the nanoseconds for which this end's chunks in flight keep the lane busy; the maximum where its rate
+    /// is unknown.
+    pub(crate) fn queue_ns(&self) -> u64 {
+        match (self.sent_bytes, self.rate()) {
+            (0, _) => 0,
+            (_, 0) => u64::MAX,
+            (bytes, rate) => u64::try_from(takes(bytes, rate)).unwrap_or(u64::MAX),
+        }
     }
 
     /// A chunk of the peer's is there and is yet to be unpacked.
@@ -338,11 +381,15 @@ mod tests {
         let mut l = lane();
         l.send(Time(0), 1, 1, Piece { offset: 0, len: 10, again: false });
         assert!(l.acknowledge(2).is_err());
-        assert!(l.acknowledge(u32::MAX).is_err());
+        assert!(l.acknowledge(u32::MAX / 2).is_err());
         assert_eq!(l.acknowledge(1), Ok(1));
         l.release(Time(5), 1, |_| {});
         assert_eq!((l.sent.len(), l.sent_bytes), (0, 0));
         assert!(l.acknowledge(2).is_err());
+        for older in [0, u32::MAX] {
+            assert_eq!(l.acknowledge(older), Ok(0));
+        }
+        assert_eq!(l.acknowledge(1), Ok(0), "an older count changes nothing");
     }
 
     #[test]

@@ -448,7 +448,7 @@ fn unasked_bytes_beyond_the_credit_are_refused_and_not_counted() {
     let payload = [&u64::from(len).to_le_bytes()[..], &0u32.to_le_bytes()].concat();
     assert!(send(0, &announce, &payload));
     let target = frame::Target { index: 0, serial: 0 };
-    let chunk = frame::Frame::Chunk { target, offset: 0, from: 0, again: false, void: false, unasked: true };
+    let chunk = frame::Frame::Chunk { target, offset: 0, from: 0, again: false, void: false, unasked: true, lane: 7 };
     assert!(!send(2, &chunk, &vec![1; len as usize]));
     end.dies("a lane brought more than its credit");
 }

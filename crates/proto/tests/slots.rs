@@ -373,8 +373,15 @@ fn a_sender_that_ignores_the_window_is_refused() {
     let frame::Frame::Chunk { target, .. } = frame::decode_head(&first.head).expect("readable") else { panic!() };
     pair.deliver(1, &first.head, &[]);
     for at in 1..4u64 {
-        let chunk =
-            frame::Frame::Chunk { target, offset: at * 100, from: 1, again: false, void: false, unasked: false };
+        let chunk = frame::Frame::Chunk {
+            target,
+            offset: at * 100,
+            from: 1,
+            again: false,
+            void: false,
+            unasked: false,
+            lane: 7,
+        };
         let head = frame::encode_head(&chunk, 100);
         assert!(matches!(pair.ends[1].place(pair.now, &head), Placing::Memory { .. }));
         match pair.ends[1].peer.landed(pair.now, LANE) {

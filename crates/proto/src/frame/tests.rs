@@ -5,7 +5,7 @@ use super::*;
 #[test]
 fn a_void_chunk_has_no_payload() {
     let target = Target { index: 3, serial: 4 };
-    let chunk = |void| Frame::Chunk { target, offset: 5, from: 6, again: true, void, unasked: false };
+    let chunk = |void| Frame::Chunk { target, offset: 5, from: 6, again: true, void, unasked: false, lane: 7 };
     let head = void(&encode_head(&chunk(false), 700));
     assert_eq!((head.payload_len(), decode_head(&head)), (0, Ok(chunk(true))));
 }

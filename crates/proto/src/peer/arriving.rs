@@ -134,7 +134,8 @@ impl Peer {
         self.lanes[at].go_on(now);
         match frame {
             Frame::ChunkAck { .. } if !self.control.live() => return Ok(Placing::Discard),
-            Frame::Chunk { target, offset, from, again, void, unasked } => {
+            Frame::Chunk { target, offset, from, again, void, unasked, lane: number } => {
+                self.lanes[at].theirs = number;
                 // What arrives unasked after our goodbye is not announced any more.
                 if void || unasked && !self.control.talks() {
                     self.lanes[at].consume();
@@ -146,8 +147,14 @@ impl Peer {
                 let chunk = ChunkOf { target, offset, len, from, again };
                 return self.place_chunk(now, at, chunk, host.regions);
             }
-            Frame::ChunkAck { count } => {
-                self.chunks_acked(now, at, count)?;
+            Frame::ChunkAck { count, lane: number } => {
+                // The peer may have sent it before it knew that the lane is lost.
+                if let Some(of) = self.lanes.numbered(number, at)
+                    && self.chunks_acked(now, of, count)? == 0
+                    && of == at
+                {
+                    self.lanes[at].heard(now);
+                }
                 return Ok(Placing::Discard);
             }
             _ => {}

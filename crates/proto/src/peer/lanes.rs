@@ -1,20 +1,17 @@
 //! The lanes of a connection, and which chunk is for which: lanes take chunks in proportion to what they carry and come
 //! to the end of a transfer together.
 
+mod acks;
+
 use std::ops::{Index, IndexMut};
 
 use crossrail_types::LaneId;
 
 use crate::feed::{Piece, guided};
-use crate::lane::{Lane, OLD, Placement, Sent};
+use crate::lane::{Lane, OLD, Placement, Sent, takes};
 use crate::meter::Meter;
 use crate::ramp::Ramp;
 use crate::{Config, LaneLoad, LaneSpec, Time};
-
-/// Nanoseconds that so many bytes take at that pace.
-fn takes(bytes: u64, pace: u64) -> u128 {
-    u128::from(bytes) * 1_000_000_000 / u128::from(pace.max(1))
-}
 
 /// The lanes that are up, and how many of each rail's connections carry chunks at present.
 ///
@@ -35,6 +32,9 @@ pub(super) struct Lanes {
     /// Nanoseconds of silence after which a lane is suspected.
     deadline: u64,
     spread: Spread,
+    /// Number of the last lane that came up. Numbers begin with 1 and are not used again while acknowledgements of an
+    /// earlier lane may be in flight.
+    last_number: u32,
 }
 
 /// Limits within which short messages are spread over several rails.
@@ -115,6 +115,7 @@ impl Lanes {
                 gain: config.spread_gain,
                 never: false,
             },
+            last_number: 0,
         }
     }
 
@@ -137,7 +138,9 @@ impl Lanes {
         self.all.is_empty()
     }
 
-    pub(super) fn push(&mut self, lane: Lane) {
+    pub(super) fn push(&mut self, mut lane: Lane) {
+        self.last_number = self.last_number.checked_add(1).unwrap_or(1);
+        lane.number = self.last_number;
         self.all.push(lane);
         self.find_spread();
     }
@@ -487,9 +490,8 @@ impl Lanes {
             each(id, sent);
         });
         self.brought += bytes;
-        match news {
-            0 => lane.heard(now),
-            _ => lane.measured_at(self.brought),
+        if news > 0 {
+            lane.measured_at(self.brought);
         }
         Ok((news, bytes))
     }

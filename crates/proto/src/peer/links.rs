@@ -154,8 +154,8 @@ impl Peer {
         }
     }
 
-    /// The peer has consumed chunks on the lane at `at`.
-    pub(super) fn chunks_acked(&mut self, now: Time, at: usize, count: u32) -> Result<(), String> {
+    /// The peer has consumed `count` chunks in all on the lane at `at`; returns of how many that is news.
+    pub(super) fn chunks_acked(&mut self, now: Time, at: usize, count: u32) -> Result<u32, String> {
         let outgoing = &mut self.outgoing;
         let (chunks, bytes) = self.lanes.acknowledge(now, at, count, |lane, sent| outgoing.acked(lane, &sent))?;
         if chunks > 0 {
@@ -163,7 +163,7 @@ impl Peer {
             self.duplicate_late(now);
             self.lanes.measure(now, bytes, !self.outgoing.has_chunks());
         }
-        Ok(())
+        Ok(chunks)
     }
 
     /// Hands late chunks out again.

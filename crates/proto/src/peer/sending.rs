@@ -40,13 +40,10 @@ impl Peer {
     pub fn next_within(&mut self, now: Time, lane: LaneId, most: u64) -> Option<Out> {
         self.fast_path.invalidate();
         let at = self.lanes.find(lane)?;
-        if self.lanes[at].owes() && matches!(self.control.phase(), Phase::Live | Phase::Closed) {
-            let count = self.lanes[at].take_ack();
-            return Some(Out {
-                head: frame::encode_head(&Frame::ChunkAck { count }, 0),
-                body: Body::None,
-                chunk: false,
-            });
+        if matches!(self.control.phase(), Phase::Live | Phase::Closed)
+            && let Some(ack) = self.lanes.take_ack(at)
+        {
+            return Some(Out { head: frame::encode_head(&ack, 0), body: Body::None, chunk: false });
         }
         if self.stream.is_on(lane)
             && let Some(out) = self.next_message(now, at)
@@ -100,6 +97,7 @@ impl Peer {
         let waiting = self.outgoing.waiting() | self.control.waiting();
         let flags = self.control.closing()
             | self.lanes[at].owes()
+            | self.lanes.may_ack_sooner()
             | self.outgoing.must_follow()
             | (self.delivered.owed() & !spec.counts);
         waiting | self.stream.unsettled() | usize::from(flags) == 0
@@ -121,7 +119,7 @@ impl Peer {
                 || self.control.owes_bye());
         messages
             || self.owes_count(at)
-            || self.lanes[at].owes()
+            || self.lanes.owes_ack(at)
             || (self.stream.is_heard_on(lane) && self.stream.owed() > 0)
     }
 
@@ -205,7 +203,7 @@ impl Peer {
         let owed = self.stream.is_heard_on(lane) && acks > 0 && (acks >= ACK_EVERY || self.control.is_urgent());
         let counts =
             self.owes_count(at) && (self.delivered.unpublished_count() >= ACK_EVERY || self.control.is_urgent());
-        messages || owed || counts || self.lanes[at].owes() || self.may_chunk(at)
+        messages || owed || counts || self.lanes.owes_ack(at) || self.may_chunk(at)
     }
 
     /// [`Peer::start`] and the [`Peer::next`] after it in one step, for a message of `len` bytes that can go out on

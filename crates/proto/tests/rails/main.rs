@@ -78,6 +78,25 @@ fn a_rail_behind_a_long_queue_holds_nothing_up() {
     }
 }
 
+/// While both ends send, a lane's acknowledgements share a queue with chunks, for as long as a slow rail takes to send its
+/// buffer.
+#[test]
+fn acknowledgements_wait_for_no_chunks_of_the_other_direction() {
+    for (rates, total, reach) in [
+        ([8 * GBIT / 10, 4 * GBIT / 10, 2 * GBIT / 10, GBIT / 10], 4 << 20, 0.9),
+        ([8 * GBIT / 10, 4 * GBIT / 10, 2 * GBIT / 10, GBIT / 10], TOTAL, 0.95),
+        ([3 * GBIT / 8; 4], 4 << 20, 0.85),
+    ] {
+        let mut net = Net::new(&rates);
+        net.rails.iter_mut().for_each(|rail| rail.buffer = 256 << 10);
+        (0..5).for_each(|_| assert!(net.exchange(total) > 0));
+        let took: u64 = (0..10).map(|_| net.exchange(total)).sum();
+        let reached = 10.0 * total as f64 / rates.iter().sum::<u64>() as f64 * 1e9 / took as f64;
+        println!("{total} bytes each way over {rates:?}: {reached:.3} of the sum");
+        assert!(reached > reach, "{total} bytes each way: {reached:.3} of the sum of {rates:?}");
+    }
+}
+
 /// Acknowledgements that come in clumps, as on a busy machine, make no rail look faster than it is.
 #[test]
 fn rails_that_are_looked_at_seldom_keep_their_shares() {
@@ -210,6 +229,29 @@ fn ahead() -> Head {
     let mut head = frame::encode_head(&frame::Frame::Nothing, 0);
     frame::Stamp { seq: 1 << 20, ack: 0, epoch: 1 << 14 }.put(&mut head, 0);
     head
+}
+
+/// Counts for another lane that are late, for a lane that has ended, or made up by the peer.
+#[test]
+fn counts_for_other_lanes_are_checked() {
+    let mut net = Net::new(&[GBIT; 4]);
+    net.transfer(None);
+    // Lanes are numbered from 1 in the order in which they come up. No chunk is in flight.
+    let count_for = |lane, count| frame::encode_head(&frame::Frame::ChunkAck { count, lane }, 0);
+    for unheeded in [count_for(1, 0), count_for(1, u32::MAX), count_for(5, 1), count_for(u32::MAX, u32::MAX / 2)] {
+        let mut host = Host { matcher: &mut net.matchers[0], regions: &mut OneRegion };
+        let placing = net.peers[0].place(Time(net.now), LaneId(2), &unheeded, &mut host);
+        assert!(matches!(placing, Placing::Discard), "{placing:?}");
+    }
+    net.transfer(None);
+    assert!(!net.violate(0, LaneId(2), &count_for(1, 1 << 20)), "the lane that brought it fails alone");
+    net.transfer(None);
+    assert!(!net.violate(0, LaneId(0), &handshake()));
+    let of_an_ended_lane = count_for(1, 1 << 20);
+    let mut host = Host { matcher: &mut net.matchers[0], regions: &mut OneRegion };
+    let placing = net.peers[0].place(Time(net.now), LaneId(1), &of_an_ended_lane, &mut host);
+    assert!(matches!(placing, Placing::Discard), "{placing:?}");
+    net.transfer(None);
 }
 
 #[test]

@@ -220,47 +220,67 @@ impl Net {
                 self.peers[0].start(Time(self.now), op, kind.operation(started as u32), len, None, true);
                 started += 1;
             }
-            let room = self.pump();
-            for end in 0..2 {
-                if self.peers[end].timeout().is_some_and(|at| at <= Time(self.now)) {
-                    self.peers[end].on_timeout(Time(self.now));
-                }
-                while let Some(event) = self.peers[end].event() {
-                    match event {
-                        Event::Done { result, .. } => {
-                            let receipt = result.expect("the transfer succeeds");
-                            for share in receipt.lanes.iter().filter(|_| end == 0) {
-                                self.carried[share.lane.0 as usize] += share.bytes;
-                            }
-                            self.receipts[end] = Some((self.now, receipt));
-                            self.ended[end] += 1;
-                        }
-                        Event::Imm { region, imm } => self.arrived.push(region.index + imm),
-                        // Its bytes do move.
-                        Event::Suspect { lane } => self.peers[end].lane_alive(Time(self.now), lane),
-                        _ => {}
-                    }
-                }
-            }
-            let arrival = self.arrivals.peek().map(|Reverse((when, ..))| *when);
-            // The engine looks again before long, whatever happens.
-            let then = [room, arrival, death.map(|d| began + d.0), Some(self.now + 50_000)];
-            self.now = then.into_iter().flatten().min().unwrap_or(self.now).max(self.now + 1);
-            if let Some((_, rail)) = death.take_if(|d| began + d.0 <= self.now) {
-                self.rails[rail].dead = true;
-                for peer in &mut self.peers {
-                    peer.lane_down(Time(self.now), LaneId(rail as u32));
-                }
-            }
-            while let Some(Reverse((when, at, from))) = self.arrivals.peek().copied() {
-                if when > self.now {
-                    break;
-                }
-                self.arrivals.pop();
-                self.arrive(at, from);
-            }
+            self.step(began, &mut death);
         }
         self.now - began
+    }
+
+    /// One message of `total` bytes each way at the same time. Nanoseconds until both ends know that theirs arrived.
+    pub(crate) fn exchange(&mut self, total: u64) -> u64 {
+        let began = self.now;
+        self.ended = [0, 0];
+        for end in 0..2 {
+            let [send, receive] = [0, 1].map(|index| OpId { index, generation: 0 });
+            assert!(self.matchers[1 - end].post(receive, 1, u64::MAX, None, total, true).is_none());
+            self.peers[end].start(Time(began), send, Operation::Send { tag: 1 }, total, None, true);
+        }
+        while self.ended != [2, 2] {
+            self.step(began, &mut None);
+        }
+        self.now - began
+    }
+
+    /// Advances to the next event.
+    fn step(&mut self, began: u64, death: &mut Option<(u64, usize)>) {
+        let room = self.pump();
+        for end in 0..2 {
+            if self.peers[end].timeout().is_some_and(|at| at <= Time(self.now)) {
+                self.peers[end].on_timeout(Time(self.now));
+            }
+            while let Some(event) = self.peers[end].event() {
+                match event {
+                    Event::Done { result, .. } => {
+                        let receipt = result.expect("the transfer succeeds");
+                        for share in receipt.lanes.iter().filter(|_| end == 0) {
+                            self.carried[share.lane.0 as usize] += share.bytes;
+                        }
+                        self.receipts[end] = Some((self.now, receipt));
+                        self.ended[end] += 1;
+                    }
+                    Event::Imm { region, imm } => self.arrived.push(region.index + imm),
+                    // Its bytes do move.
+                    Event::Suspect { lane } => self.peers[end].lane_alive(Time(self.now), lane),
+                    _ => {}
+                }
+            }
+        }
+        let arrival = self.arrivals.peek().map(|Reverse((when, ..))| *when);
+        // The engine looks again before long, whatever happens.
+        let then = [room, arrival, death.map(|d| began + d.0), Some(self.now + 50_000)];
+        self.now = then.into_iter().flatten().min().unwrap_or(self.now).max(self.now + 1);
+        if let Some((_, rail)) = death.take_if(|d| began + d.0 <= self.now) {
+            self.rails[rail].dead = true;
+            for peer in &mut self.peers {
+                peer.lane_down(Time(self.now), LaneId(rail as u32));
+            }
+        }
+        while let Some(Reverse((when, at, from))) = self.arrivals.peek().copied() {
+            if when > self.now {
+                break;
+            }
+            self.arrivals.pop();
+            self.arrive(at, from);
+        }
     }
 
     pub(crate) fn shares(&self) -> Vec<f64> {

@@ -104,6 +104,8 @@ pub(crate) struct Wire {
     /// Chunks of that node's that are not acknowledged to it.
     pub(crate) outstanding: [u32; 2],
     pub(crate) told: [u32; 2],
+    /// That node's number of it, once chunks of its have named it.
+    pub(crate) numbers: [u32; 2],
 }
 
 impl Wire {
@@ -121,6 +123,7 @@ impl Wire {
             waits: [false; 2],
             outstanding: [0; 2],
             told: [0; 2],
+            numbers: [0; 2],
         }
     }
 

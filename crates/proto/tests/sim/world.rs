@@ -173,7 +173,8 @@ impl World {
         };
         let frame = frame::decode_head(&out.head).expect("a frame that we can read");
         assert_eq!(out.chunk, matches!(frame, frame::Frame::Chunk { .. }));
-        if out.chunk {
+        if let frame::Frame::Chunk { lane, .. } = frame {
+            w.numbers[node] = lane;
             let slot = if let Source::Slot(slot) = &source { Some(slot.clone()) } else { None };
             n.given.entry(id).or_default().push_back(slot);
             w.outstanding[node] += 1;
@@ -229,13 +230,21 @@ impl World {
         if self.wires[wire].spec.whole_max as usize >= frame.len && frame.cut.is_some_and(|cut| cut < frame.len) {
             return; // A lane that delivers whole frames never shows part of one.
         }
-        let n = &mut self.nodes[node];
-        if let Ok(frame::Frame::ChunkAck { count }) = frame::decode_head(&frame.head) {
-            let w = &mut self.wires[wire];
-            let news = count.wrapping_sub(w.told[node]);
-            w.told[node] = count;
-            w.outstanding[node] = w.outstanding[node].checked_sub(news).expect("chunks acknowledged twice");
+        if let Ok(frame::Frame::ChunkAck { count, lane }) = frame::decode_head(&frame.head) {
+            let of = match lane {
+                0 => Some(wire),
+                number => self.wires.iter().position(|wire| wire.numbers[node] == number),
+            };
+            if let Some(w) = of.map(|of| &mut self.wires[of]) {
+                let news = count.wrapping_sub(w.told[node]);
+                // A later count may have overtaken it on another wire.
+                if news < 1 << 31 {
+                    w.told[node] = count;
+                    w.outstanding[node] = w.outstanding[node].checked_sub(news).expect("chunks acknowledged twice");
+                }
+            }
         }
+        let n = &mut self.nodes[node];
         let (now, lane) = (self.now, lane_id(wire, node));
         let placing =
             match n.peer.place_short(now, lane, &frame.head, &mut n.matcher, &mut |short| n.copied.push(short)) {
@@ -473,7 +482,7 @@ impl World {
                 stamp.put(&mut head, 0);
             }
             // An acknowledgement of chunks that nobody sent.
-            _ => head = frame::encode_head(&frame::Frame::ChunkAck { count: 1 << 24 }, 0),
+            _ => head = frame::encode_head(&frame::Frame::ChunkAck { count: 1 << 24, lane: 0 }, 0),
         }
         let n = &mut self.nodes[node];
         let mut host = Host { matcher: &mut n.matcher, regions: &mut n.regions };

@@ -60,13 +60,13 @@ impl OutgoingOps {
                 return None;
             };
             let Some(piece) = feed.take(now, lane.spec.id, size) else { continue };
-            let (target, unasked) = (feed.target, feed.unasked);
+            let (target, unasked, number) = (feed.target, feed.unasked, lane.number);
             if feed.left() > 0 {
                 self.active.push_back((index, serial));
             }
             lanes.send(now, at, index, serial, piece);
             let (offset, again) = (piece.offset, piece.again);
-            let frame = Frame::Chunk { target, offset, from: index + 1, again, void: false, unasked };
+            let frame = Frame::Chunk { target, offset, from: index + 1, again, void: false, unasked, lane: number };
             let body = Body::Memory { memory, offset: piece.offset, len: piece.len as u32 };
             return Some(Out { head: frame::encode_head(&frame, piece.len as u32), body, chunk: true });
         }
