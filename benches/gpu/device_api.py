@@ -12,7 +12,7 @@ from typing import Any
 from experts import ep
 from findings import ScenarioResults
 from judging import Outcome
-from sharing import share
+from sharing import HALF, share, shared
 from sockets import RAILS
 
 from crossrail_tools.report.schema import Row
@@ -35,7 +35,8 @@ def device_api(effort: Effort, found: ScenarioResults) -> None:
 
     folder = packed()
     settings = {**APART, **DEVICE_API, **OVER_TCP, **environment(), **(environment_of(folder) if folder else {})}
-    puts = found.peer(PUTS, "gin.py", **settings)
+    # Small launches: without a limit of MPS, two ranks on one GPU do not run at once.
+    puts = found.peer(PUTS, "gin.py", **settings, **(HALF if shared() else {}))
     found.outcomes += put_outcomes(puts, found.missing_reason(PUTS))
     two = ("--nodes=2", "--num-processes=2", *share())
     ours = found.ours(*ep("decode", effort, 50), *two, "--sweep=tokens=8,128", "--sweep=dtype=fp8,bf16", **OVER_TCP)

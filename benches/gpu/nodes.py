@@ -14,7 +14,7 @@ from device_api import APART
 from experts import DROP_IN, ep, failed
 from findings import ScenarioResults
 from hosts import QUIET, SCRIPT
-from sharing import SHARE, mps, share
+from sharing import SHARE, mps, share, shared
 from sockets import RAILS, SOCKETS
 
 from crossrail_tools.cli.ep.options import NETWORK
@@ -64,8 +64,9 @@ def nodes(effort: Effort, found: ScenarioResults) -> None:
         prefill = found.ours(*ep("prefill", effort, 20), *two, "--sweep=dtype=fp8", **environment)
         turns.append([*decode, *prefill])
     found.outcomes += node_outcomes(dict(zip(VARIANTS, turns, strict=True)), found.failure_reason(PEER))
-    calls = found.peer(DROP_IN, SCRIPT, "--tokens=8,128", f"--iters={effort.scaled(20, 3)}", **QUIET, **OVER_TCP)
-    found.outcomes += call_outcomes(calls, found.missing_reason(DROP_IN))
+    if not shared():  # a program's calls take all multiprocessors
+        calls = found.peer(DROP_IN, SCRIPT, "--tokens=8,128", f"--iters={effort.scaled(20, 3)}", **QUIET, **OVER_TCP)
+        found.outcomes += call_outcomes(calls, found.missing_reason(DROP_IN))
     alone = found.ours(*ep("decode", effort, 200), "--transport=shm", "--num-processes=2", *share())
     found.outcomes.append(unreached_outcome(alone, found.failures))
 
