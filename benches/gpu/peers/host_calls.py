@@ -45,7 +45,7 @@ def work(arguments: argparse.Namespace, rank: int, folder: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    processes.take_gpu(torch, rank, arguments.ranks)
+    torch.cuda.set_device(rank)
     meeting = f"file://{folder}/meeting"
     limit = timedelta(seconds=arguments.limit)
     dist.init_process_group("nccl", init_method=meeting, rank=rank, world_size=arguments.ranks, timeout=limit)

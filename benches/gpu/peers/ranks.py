@@ -112,14 +112,6 @@ def reason(said: Iterable[str]) -> str:
     return "; ".join(lines[-REASON_LINES:]) or "it printed nothing"
 
 
-def take_gpu(torch: Any, rank: int, ranks: int) -> None:
-    """Makes the rank's GPU the current one. Ranks that share one are hosts of their own: NCCL refuses others."""
-    present = torch.cuda.device_count()
-    torch.cuda.set_device(rank % present)
-    if present < ranks:
-        os.environ["NCCL_HOSTID"] = f"rank {rank}"
-
-
 def exchange(folder: Path, rank: int, what: str, mine: bytes) -> bytes:
     """Exchanges bytes with the other rank. The wait ends with the timeout of the run."""
     new = folder / f"{what}.{rank}.new"

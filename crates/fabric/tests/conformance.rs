@@ -5,7 +5,7 @@ mod common;
 use std::time::Instant;
 
 use common::{offer, pair, streams};
-use crossrail_fabric::attach;
+use crossrail_fabric::{attach, attach_rail};
 use crossrail_transport::placing::conformance;
 use crossrail_types::ErrorKind;
 
@@ -28,6 +28,23 @@ fn net() {
 #[test]
 fn shm() {
     conforms("shm");
+}
+
+/// Closing one end unmaps what the other still polls. The suite drives both ends by one thread, and so may have them.
+#[test]
+fn rails_of_one_process_are_refused_over_shm() {
+    let Some(offer) = offer("shm") else { return };
+    let (here, there) = streams();
+    let deadline = Instant::now() + common::LIMIT;
+    let ends = std::thread::scope(|scope| {
+        let other = scope.spawn(|| attach_rail(there, &offer, ("a", "fabric/shm"), None, deadline).err());
+        [attach_rail(here, &offer, ("b", "fabric/shm"), Some(0), deadline).err(), other.join().expect("no panic")]
+    });
+    for error in ends {
+        let error = error.expect("refused");
+        assert_eq!(error.kind, ErrorKind::Unsupported, "{error}");
+        assert!(error.to_string().contains("both ends are in one process"), "{error}");
+    }
 }
 
 #[test]
